@@ -2,9 +2,9 @@
 
 Sources, all of them code or documentation of the project named:
 
-- transformers 5.23, `modeling_utils.py` and pull request 48444: `gradient_checkpointing` round each layer, with
-  `every_n_layers` round those whose number is a multiple; `offload` wraps them in `save_on_cpu(pin_memory=True)`, which
-  copies the layers' inputs while the device waits.
+- transformers 5.23, `modeling_utils.py`, `training_args.py` and pull request 48444: `activation_checkpointing`, called
+  `gradient_checkpointing` before, round each layer, with `every_n_layers` round those whose number is a multiple;
+  `offload` wraps them in `save_on_cpu(pin_memory=True)`, which copies the layers' inputs while the device waits.
 - torchtune bd2a0fc7, recipes and `training/_activation_offloading.py`: `enable_activation_checkpointing` round each
   layer, `enable_activation_offloading` of what is saved, which they refuse without checkpoints, `optimizer_in_bwd`.
 - DeepSpeed edaa7221, `runtime/activation_checkpointing/checkpointing.py` and the documentation of its JSON: reentrant
@@ -78,14 +78,21 @@ INPUTS = "checkpoints: offload_activations(checkpointed=True{})"
 
 def _transformers(layers: int) -> Iterator[Setting]:
     yield Setting({"gradient_checkpointing": False}, "keep_all")
-    for step in range(1, layers + 1):
-        kwargs: dict[str, Any] = {"use_reentrant": False, **({"every_n_layers": step} if step > 1 else {})}
-        one = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
-        yield Setting(one, every(layers, step), range(0, layers, step))
-        if step == 1:
-            offload = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {**kwargs, "offload": True}}
-            policy = f"full_recompute; {INPUTS.format(', use_streams=False')}"
-            yield Setting(offload, policy, range(layers), note="It needs transformers 5.23 or later.")
+    plain: dict[str, Any] = {"use_reentrant": False}
+    # the names of version 4, which 5 still takes
+    all_layers = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": plain}
+    yield Setting(all_layers, every(layers, 1), range(layers))
+    for step in range(2, layers + 1):
+        yield Setting(_newer({**plain, "every_n_layers": step}), every(layers, step), range(0, layers, step), note=NEW)
+    policy = f"full_recompute; {INPUTS.format(', use_streams=False')}"
+    yield Setting(_newer({**plain, "offload": True}), policy, range(layers), note=NEW)
+
+
+NEW = "It needs transformers 5.23 or later."
+
+
+def _newer(kwargs: Options) -> Options:
+    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
 
 
 def _torchtune(layers: int) -> Iterator[Setting]:
@@ -103,32 +110,34 @@ def _torchtune(layers: int) -> Iterator[Setting]:
 
 
 CALLS = "It takes effect where the model calls deepspeed.checkpointing.checkpoint round each layer."
+DRIVE = "nvme_path has to be a folder on the drive."
 
 
 def _deepspeed(layers: int) -> Iterator[Setting]:
     host = {"device": "cpu", "pin_memory": True}
     drive = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True}
-    states: tuple[tuple[Options, str], ...] = (
-        ({}, ""),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": host}}, "zero_offload"),
+    states: tuple[tuple[Options, str, str], ...] = (
+        ({}, "", ""),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": host}}, "zero_offload", ""),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": host, "offload_param": host}},
             "zero_infinity(states=host, weights=host)",
+            "",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": drive, "offload_param": drive}},
             "zero_infinity(states=nvme, weights=nvme)",
+            DRIVE,
         ),
     )
-    for state, policy in states:
-        yield Setting(state, policy or "keep_all")
+    for state, policy, note in states:
+        yield Setting(state, policy or "keep_all", note=note)
         before = f"{policy} + " if policy else ""
         for on_host in (False, True):
             checkpoints = {"partition_activations": False, "cpu_checkpointing": on_host}
             activations = "full_recompute(reentrant=True)" + ("; checkpoints: swap_all" if on_host else "")
-            yield Setting(
-                {**state, "activation_checkpointing": checkpoints}, before + activations, range(layers), note=CALLS
-            )
+            options = {**state, "activation_checkpointing": checkpoints}
+            yield Setting(options, before + activations, range(layers), note=f"{CALLS} {note}".strip())
 
 
 def _recomputation(layers: int) -> Iterator[Setting]:

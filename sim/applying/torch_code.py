@@ -76,6 +76,7 @@ def checkpointed(run: Run, where: str, save: Mapping[str, tuple[int, Sequence[in
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
+        refuse_cache(where, (*args, *kwargs.values()))
         if not save:
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
         keeping = Keeping(save)
@@ -84,6 +85,16 @@ def checkpointed(run: Run, where: str, save: Mapping[str, tuple[int, Sequence[in
         return result
 
     return call
+
+
+def refuse_cache(where: str, arguments: Sequence[Any]) -> None:
+    """Raise RuntimeError where a call fills a cache of keys and values, which recomputation would fill once more."""
+    for kind in map(type, arguments):
+        if kind.__module__.startswith("transformers.") and kind.__name__.endswith("Cache"):
+            raise RuntimeError(
+                f"{where}: is called with a {kind.__name__}, which recomputation would fill once more; build the model "
+                "with use_cache=False, capture it, and export once more"
+            )
 
 
 # ---- offload -------------------------------------------------------------------------------------
@@ -275,6 +286,7 @@ class Together:
         self.where = f"{paths[0]} to {paths[-1]}"
         self.passed: Any = None
         self.others: tuple[Any, ...] = ()
+        self.beside: tuple[Any, ...] | None = None  # what else each returns, None where that is the tensor alone
         self.left = 0
         for module, path in zip(modules, paths, strict=True):
             if module._forward_hooks or module._forward_pre_hooks:
@@ -285,17 +297,30 @@ class Together:
         x, rest = args[0], args[1:]
         del args
         for run in self.runs[:-1]:
-            x = first_of(run(x, *rest, **kwargs), self.where)
-        return self.runs[-1](x, *rest, **kwargs)
+            x, _ = divided(self.called(run, x, *rest, **kwargs), (rest, kwargs), self.where)
+        return self.called(self.runs[-1], x, *rest, **kwargs)
+
+    def called(self, run: Run, *args: Any, **kwargs: Any) -> Any:
+        """Call one of them, with the further arguments that the first got."""
+        try:
+            return run(*args, **kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if run is self.runs[0]:
+                raise
+            raise RuntimeError(
+                f"{self.where}: a module fails on the result of the one before and the further arguments of the first, "
+                f"so that they cannot share a checkpoint: {error}"
+            ) from error
 
     def entering(self, call: Run) -> Run:
         """What the first module becomes."""
 
         def enter(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
-            self.passed = weakref.ref(first_of(result, self.where))
             self.others, self.left = (args[1:], kwargs), len(self.runs) - 1
-            return result
+            first, self.beside = divided(result, self.others, self.where)
+            self.passed = weakref.ref(first)
+            return first if self.beside is None else (first, *self.beside)
 
         return enter
 
@@ -305,10 +330,11 @@ class Together:
             raise RuntimeError(f"{self.where}: these modules are not called one after the other on each other's result")
         if not same_arguments(self.others, (args[1:], kwargs)):
             raise RuntimeError(f"{self.where}: these modules are not called with the same further arguments")
+        result = args[0] if self.beside is None else (args[0], *self.beside)
         self.left -= 1
         if self.left <= 0:
-            self.others = ()  # nothing is held beyond the last of them
-        return args[0]
+            self.others, self.beside = (), None  # nothing is held beyond the last of them
+        return result
 
 
 def same_arguments(ones: Any, others: Any) -> bool:
@@ -325,11 +351,18 @@ PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch
 """Values of which equal ones are the same argument."""
 
 
-def first_of(result: Any, where: str) -> Any:
-    """The tensor that a module hands to the next."""
-    if not isinstance(result, torch.Tensor):
+def divided(result: Any, others: Any, where: str) -> tuple[torch.Tensor, tuple[Any, ...] | None]:
+    """The tensor that a module hands to the next, and what it returns beside it, None where it returns no tuple.
+
+    Beside it stay what it was given (T5's layers hand on the bias of positions), which all of them return alike. In
+    place of what is its own (Bloom's attention weights) stands None: the step of the plan reads nothing of it.
+    """
+    if isinstance(result, torch.Tensor):
+        return result, None
+    if type(result) is not tuple or not result or not isinstance(result[0], torch.Tensor):
         raise RuntimeError(f"{where}: a module returns {type(result).__name__}, not a tensor for the next one")
-    return result
+    given = tree_leaves(others)
+    return result[0], tuple(x if any(x is each for each in given) else None for x in result[1:])
 
 
 def apply(model: nn.Module, plan: Sequence[Mapping[str, Any]] | None = None) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 import pytest
@@ -83,12 +83,31 @@ def test_a_plan_finds_its_setting(policy, to, options):
 def test_every_second_layer_is_a_setting_of_transformers_alone():
     result = simulate(trace_of(), "a100_40_pcie", "layers 0 2: full_recompute; rest: keep_all")
     found = export(result, "transformers")
-    assert json.loads(found.text)["gradient_checkpointing_kwargs"]["every_n_layers"] == 2
+    assert json.loads(found.text)["activation_checkpointing_kwargs"]["every_n_layers"] == 2
     assert (found.told, found.cost) == (True, found.planned)
+    assert found.differences == ("It needs transformers 5.23 or later.",)
     others = {to: export(result, to) for to in ("torchtune", "deepspeed", "megatron", "mindspeed")}
     for to, other in others.items():
         assert not other.told
         assert other.differences[0].startswith(f"{to} has no switch for this plan. The nearest, which ")
+
+
+def test_each_setting_of_transformers_is_taken_by_transformers_as_it_stands():
+    transformers = pytest.importorskip("transformers", reason="the extra `huggingface` is not installed")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=4, n_head=2, vocab_size=16))
+    known = {field.name for field in fields(transformers.TrainingArguments)}
+    if "activation_checkpointing" not in known:
+        pytest.skip("this transformers is older than those names")
+    for setting in FRAMEWORKS["transformers"].settings(4):
+        assert setting.options.keys() <= known
+        (enabled, *kwargs) = setting.options.values()
+        model.activation_checkpointing_disable()
+        if enabled:  # as its trainer does
+            rest = dict(kwargs[0])
+            chosen = {key: rest.pop(key) for key in ("every_n_layers", "offload") if key in rest}
+            model.activation_checkpointing_enable(rest, **chosen)
+        wrapped = [k for k, layer in enumerate(model.transformer.h) if layer.gradient_checkpointing]
+        assert wrapped == list(setting.recomputes), setting
 
 
 def test_a_plan_that_moves_weights_is_no_plan_about_activations_alone():

@@ -282,6 +282,101 @@ def test_layers_under_one_checkpoint_have_to_get_the_same_further_arguments(fact
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), applied.parameters(), strict=True))
 
 
+class Beside(torch.nn.Module):
+    """Layers that return a tuple: the tensor for the next one, and what they were given or something of their own."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, own):
+            super().__init__()
+            self.up, self.down, self.own = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8), own
+
+        def forward(self, x, bias):
+            inner = torch.tanh(self.up(x) + bias)
+            return x + self.down(inner), inner.mean() if self.own else bias, None
+
+    def __init__(self, own):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(self.Layer(own) for _ in range(4))
+        self.bias = torch.nn.Parameter(torch.linspace(0, 1, 32))
+
+    def forward(self, x):
+        bias = 2 * self.bias
+        for layer in self.layers:
+            x, handed, nothing = layer(x, bias)
+            bias = bias if layer.own else handed
+            assert nothing is None
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_layers_under_one_checkpoint_may_return_more_than_the_next_one_reads(own):
+    def made():
+        return Beside(own)
+
+    trace = models.capture(made, torch.empty(64, 8, device="meta"), optimizer=models.SGD, kernels="cpu")
+    file = module_from(export(simulate(trace, machine(), "every_k", k=2), "torch").text)
+    assert [len(entry["modules"]) for entry in file.PLAN] == [2, 2]
+    torch.manual_seed(0)
+    plain = made()
+    torch.manual_seed(0)
+    applied = file.apply(made())
+    x = torch.randn(64, 8)
+    for model in (plain, applied):
+        model(x).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), applied.parameters(), strict=True))
+    bias = 2 * applied.bias
+    _, handed, _ = applied.layers[0](torch.ones(2, 8), bias)
+    assert handed is (None if own else bias)  # what a layer makes of its own is not another's
+
+
+def test_a_cache_that_recomputation_would_fill_once_more_is_refused():
+    """transformers 5 makes a `DynamicCache` in training, too, unless the configuration says `use_cache=False`."""
+    cache = type("DynamicCache", (), {"__module__": "transformers.cache_utils"})()
+    file = module_from(exported("mlp", "full_recompute").text)
+
+    class Cached(torch.nn.Module):
+        def forward(self, x, past_key_values=None):
+            return x
+
+    call = file.checkpointed(Cached(), "layers.0", {})
+    x = torch.ones(2, requires_grad=True)
+    call(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"layers\.0: is called with a DynamicCache.* use_cache=False"):
+        call(x, past_key_values=cache)
+    with torch.no_grad():
+        call(x, past_key_values=cache)
+
+
+class Growing(torch.nn.Module):
+    """Layers that are called with the length of what they get, which each doubles, as Swin's stages halve theirs."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+
+        def forward(self, x, length):
+            x = x + self.down(torch.tanh(self.up(x.view(-1, length, 8))))
+            return torch.cat([x, x], 1)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(self.Layer() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, x.shape[1])
+        return x.square().mean()
+
+
+def test_layers_that_fail_with_the_arguments_of_the_first_are_named():
+    trace = models.capture(Growing, torch.empty(3, 16, 8, device="meta"), optimizer=models.SGD, kernels="cpu")
+    file = module_from(export(simulate(trace, machine(), "every_k", k=2), "torch").text)
+    applied = file.apply(Growing())
+    with pytest.raises(RuntimeError, match=r"layers\.0 to layers\.1: a module fails on .* share a checkpoint"):
+        applied(torch.randn(3, 16, 8))
+
+
 # ---- offload -------------------------------------------------------------------------------------
 
 
