@@ -75,6 +75,23 @@ def test_each_change_is_a_run_and_the_best_comes_first():
     assert f"{len(found.changes)} tried" in text
 
 
+def test_a_run_that_waits_for_the_host_names_it_and_what_a_faster_one_saves():
+    trace = transformer("gpt2", batch=1, sequence=128, precision="amp_bf16")
+    result, plain = (simulate(trace, "a100_40_pcie", policy) for policy in ("zero_offload", "keep_all"))
+    found = explain(result, plain, trace=trace, seconds=60)
+    waited = found.waits[found.waits["cause"] == "engine"]
+    assert waited.groupby("link")["stall_ns"].sum()["cpu"] > result.log.end / 3
+    best = min((each for each in found.changes if each.of == "machine"), key=lambda each: each.makespan_ns)
+    assert best.what == "cpu twice as fast, and what they share (host_dram)"
+    assert 0.5 <= best.makespan_ns / result.log.end < 0.75
+    lines = found.text().splitlines()
+    assert any("waiting for results of other engines: cpu" in line for line in lines)
+    assert any("waits where the plan says so at" in line for line in lines)
+    same = explain(plain, plain, trace=trace, seconds=0).text()
+    assert "as with unlimited memory" in same
+    assert "as fast, the same peak" in same
+
+
 def test_without_time_no_change_is_tried_and_it_says_so():
     result = simulate(w1(4), machine(host=ROOM), "lru_tiering")
     found = explain(result, seconds=1e-9)

@@ -102,7 +102,8 @@ def _gb(size: int) -> str:
 
 def _headline(found: Explanation) -> Iterator[str]:
     over, tier = found.result.summary().get("overhead"), found.result.platform.home(0)
-    than = "" if over is None else f", {100 * over:+.3g} % against unlimited memory"
+    much = "" if over is None else "as with" if abs(over) < 5e-4 else f"{100 * over:+.3g} % against"
+    than = f", {much} unlimited memory" if much else ""
     where = f"{found.result.platform.name}, {_gb(tier.capacity)} of {tier.name}"
     yield f"{label(found.result.policy)} on {where}: {_ms(found.result.log.end)} per iteration{than}"
 
@@ -131,7 +132,8 @@ def _time(found: Explanation) -> Iterator[str]:
         over = ", ".join(f"{link} {_ms(int(ns))}" for link, ns in links.items() if link)
         longest = zip(rows["tensor"][:SHOWN], rows["stall_ns"][:SHOWN], strict=True)
         named = [f"{tensor} {_ms(int(ns))}" for tensor, ns in longest if tensor]
-        rest = f" (of {len(rows)} tensors; longest {', '.join(named)})" if named else ""
+        count = int((rows["tensor"] != "").sum())
+        rest = f" (of {count} tensors; longest {', '.join(named)})" if count > 1 else f" ({named[0]})" if named else ""
         total = _ms(int(rows["stall_ns"].sum()))
         yield f"  {total} waiting {CAUSES.get(str(cause), str(cause))}{f': {over}' if over else ''}{rest}"
 
@@ -142,7 +144,9 @@ def _against(found: Explanation) -> Iterator[str]:
     apart, name, against = found.parting, label(found.result.policy), label(found.other.policy)
     ns = found.result.log.end - found.other.log.end
     peaks = [_gb(_home_peak(each)) for each in (found.result, found.other)]
-    than = f"{_ms(abs(ns))} {'more' if ns > 0 else 'less'}, peak {peaks[0]} instead of {peaks[1]}"
+    held = f"the same peak, {peaks[0]}" if peaks[0] == peaks[1] else f"peak {peaks[0]} instead of {peaks[1]}"
+    longer = f"{_ms(abs(ns))} {'more' if ns > 0 else 'less'}" if ns else "as fast"
+    than = f"{longer}, {held}"
     yield f"Against {against} ({_ms(found.other.log.end)}): {than}"
     for what, parts in (("spent", apart.more), ("by phase", apart.by_phase)):
         if parts:
@@ -162,8 +166,11 @@ def _home_peak(result: Result) -> int:
 def _step(step: Step | None) -> str:
     if step is None:
         return "has ended"
-    at = f" {'at ' if step.does.startswith('waits') else ''}'{step.op}'" if step.op else ""
-    return f"{step.does}{at} for {_ms(step.ns)}"
+    op = f" '{step.op}'" if step.op else ""
+    kind, waits, cause = step.does.partition(" for ")
+    if waits:
+        return f"{kind} {CAUSES.get(cause, cause)}{' at' if op else ''}{op}, {_ms(step.ns)}"
+    return f"{step.does}{op} for {_ms(step.ns)}"
 
 
 def _changes(found: Explanation) -> Iterator[str]:

@@ -96,6 +96,34 @@ def _faster(platform: Platform) -> Iterator[tuple[str, Platform]]:
         for engine in platform.engines
     )
     yield "engines with twice the FLOP/s", replace(platform, engines=engines)
+    yield from _faster_beside(platform)
     launches = tuple(replace(e, launch=e.launch // FASTER) if e.main else e for e in platform.engines)
     if any(engine.launch for engine in platform.engines if engine.main):
         yield "launches in half the time", replace(platform, engines=launches)
+
+
+def _faster_beside(platform: Platform) -> Iterator[tuple[str, Platform]]:
+    """Engines that are not a device's main one, a host's CPU for example, with what their op times follow from."""
+    names = {engine.name for engine in platform.engines if not engine.main}
+    if not names:
+        return
+    engines = tuple(
+        replace(
+            engine,
+            peak={dtype: FASTER * rate for dtype, rate in engine.peak.items()},
+            bandwidth_share={kind: FASTER * share for kind, share in {"": 1.0, **engine.bandwidth_share}.items()},
+            launch=engine.launch // FASTER,
+        )
+        if engine.name in names
+        else engine
+        for engine in platform.engines
+    )
+    pools = tuple(
+        replace(pool, rate=FASTER * pool.rate)
+        if pool.rate and any(member.name in names for member in pool.members)
+        else pool
+        for pool in platform.pools
+    )
+    shared = [pool.name for pool, before in zip(pools, platform.pools, strict=True) if pool is not before]
+    also = f", and what they share ({', '.join(shared)})" if shared else ""
+    yield f"{', '.join(sorted(names)[:4])} twice as fast{also}", replace(platform, engines=engines, pools=pools)

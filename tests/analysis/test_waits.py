@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sim.analysis.waits import waits
 from sim.engine.replay import replay
 from sim.plan import Move, Plan
@@ -45,3 +47,19 @@ def test_a_wait_for_space_names_the_copy_that_gives_it():
     assert rows.loc["space", ["link", "tensor", "op", "stall_ns"]].to_list() == ["d2h", "x", "f1", 30]
     assert rows.loc["transfer", ["link", "tensor", "op", "stall_ns"]].to_list() == ["h2d", "x", "z", 40]
     assert log.end == 140
+
+
+def test_a_wait_for_another_engine_names_its_result_and_where_that_ran():
+    # the CPU makes u from 0 to 30 beside a and f, which end at 20: r, which reads it, waits for 10 ns
+    b = TraceBuilder()
+    start = b.tensor("start", 10, "input")
+    u, v = b.tensor("u", 10), b.tensor("v", 10)
+    b.op("c", reads=[start], writes=[v, u], duration=30, engine="cpu")
+    last = b.tensor("m", 10)
+    b.op("a", reads=[start], writes=[last], duration=20)
+    b.op("r", reads=[u, last], writes=[b.tensor("end", 10)], duration=10)
+    platform = machine(host=ROOM)
+    cpu = replace(platform.engines[0], name="cpu", device=-1, main=False)
+    log = replay(Plan(b.build()), replace(platform, engines=(*platform.engines, cpu)))
+    (row,) = waits(log).to_dict("records")
+    assert row == {"cause": "engine", "link": "cpu", "tensor": "u", "op": "r", "stall_ns": 10, "stalls": 1}
