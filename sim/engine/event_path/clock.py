@@ -74,7 +74,7 @@ class Clock:
         self.queue: list[Any] = self.env._queue
         self.now = 0
         self.wanted = False
-        self._settle_at = -1
+        self._settle_at = self._settled_at = -1
         self._settle: Callable[[], bool] = lambda: False
 
     def settle_with(self, settle: Callable[[], bool]) -> None:
@@ -90,6 +90,11 @@ class Clock:
     def catch_up(self) -> None:
         """An event has been reached: its time is the present."""
         self.now = self.env._now  # type: ignore[assignment]  # every delay is an int
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether what waited at this instant has been granted once already."""
+        return self._settled_at == self.now
 
     def is_next(self, rank: int) -> bool:
         """Whether an event of this instant and rank would be the next one, so that there is no need to queue it."""
@@ -143,6 +148,7 @@ class Clock:
         if self.wanted:
             queue = self.queue
             if not queue or queue[0][:2] > (self.now, SETTLES):
+                self._settled_at = self.now
                 self.wanted = self._settle()
             else:
                 self.wanted = False
@@ -153,4 +159,5 @@ class Clock:
     def _on_settle(self, _: Event) -> None:
         self._settle_at = -1
         self.catch_up()
+        self._settled_at = self.now
         self.wanted = self._settle()

@@ -160,9 +160,9 @@ class GroupJob(Job):
         self.payload = payload
         self.passes = passes
 
-    def start(self, now: int, fixed: int, rate: int | Fraction) -> int:
+    def start(self, now: int, fixed: int, rate: int | Fraction, *, in_a_row: bool) -> int:
         """As any job, with the fixed time of each pass."""
-        return super().start(now, fixed * self.passes, rate)
+        return super().start(now, fixed * self.passes, rate, in_a_row=in_a_row)
 
     def done(self, now: int) -> None:
         """All members end."""

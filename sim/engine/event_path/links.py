@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
-from sim.engine.event_path.clock import Clock
+from sim.engine.event_path.clock import At, Clock
 from sim.engine.event_path.flows import Flow, Flows
 from sim.engine.prepare import Charges, Prepared
 from sim.errors import IllegalPlan
@@ -55,6 +56,21 @@ class Routes:
         return self.source(tensor, linked, target)[0] if linked else next(iter(tiers))
 
 
+class Row(NamedTuple):
+    """Chunks under way in a row.
+
+    first: when the first of them ends.
+    each: ns of a whole one.
+    size: bytes of a whole one.
+    left: bytes after the first.
+    """
+
+    first: int
+    each: int
+    size: int
+    left: int
+
+
 class Job:
     """Bytes for a route of links; a subclass says what follows when they have arrived.
 
@@ -65,10 +81,15 @@ class Job:
     chunk: bytes between points where one of higher priority may go first, 0 for none.
     key: its place in the queues, least first; unique, and () while it stands in none.
     began: when its first chunk started, -1 before.
-    ends: when the present chunk ends if it is not slowed down.
+    ends: when the present chunk ends if it is not slowed down; the last one, where the chunks are under way in a row.
+    row: these chunks, None where each starts by itself.
+    alarm: the end that it has been told to the clock, None where it shares bandwidth.
     """
 
-    __slots__ = ("began", "bytes", "chunk", "delay", "ends", "flow", "is_waiting", "key", "most", "rank", "route")
+    __slots__ = (
+        *("alarm", "began", "bytes", "chunk", "delay", "ends", "flow", "is_waiting", "key", "most", "rank", "route"),
+        "row",
+    )
 
     def __init__(
         self,
@@ -89,6 +110,8 @@ class Job:
         self.began = -1
         self.ends = -1
         self.flow: Flow | None = None
+        self.row: Row | None = None
+        self.alarm: At | None = None
         self.is_waiting = False
 
     def done(self, now: int) -> None:
@@ -104,8 +127,11 @@ class Job:
         """It is to be forgotten."""
         self.is_waiting = False
 
-    def start(self, now: int, fixed: int, rate: int | Fraction) -> int:
-        """Start its next chunk; the bytes of that. Only the first one pays the route's fixed time."""
+    def start(self, now: int, fixed: int, rate: int | Fraction, *, in_a_row: bool) -> int:
+        """Start its next chunk; the bytes of that. Only the first one pays the route's fixed time.
+
+        in_a_row: start all that are left, one when the other ends, until it is told to `stop`.
+        """
         self.is_waiting = False
         if self.began < 0:
             self.began = now
@@ -114,7 +140,28 @@ class Job:
         part = min(self.bytes, self.chunk) if self.chunk else self.bytes
         self.bytes -= part
         self.ends = now + transfer_ns(part, rate, fixed)
+        if in_a_row and self.bytes:
+            self.row = Row(self.ends, transfer_ns(part, rate), part, self.bytes)
+            whole, rest = divmod(self.bytes, part)
+            self.ends += whole * self.row.each + (transfer_ns(rest, rate) if rest else 0)
+            self.bytes = 0
         return part
+
+    def present(self, now: int, settled: bool) -> tuple[int, int]:
+        """When the chunk under way ends, and the bytes of those after it. settled: that of `now` has begun already."""
+        row = self.row
+        if row is None:
+            return self.ends, self.bytes
+        passed = max(0, -((row.first - now) // row.each))  # chunks that end at `now` at the latest, but for the first
+        passed += row.first + passed * row.each == now and settled
+        left = row.left - passed * row.size
+        return (row.first + passed * row.each, left) if left > 0 else (self.ends, 0)
+
+    def stop(self, now: int, settled: bool) -> bool:
+        """Let the chunk under way be the last of its row; whether others would have followed."""
+        self.ends, self.bytes = self.present(now, settled)
+        self.row = None
+        return self.bytes > 0
 
     def share(self, flow: Flow) -> None:
         """Its present chunk shares bandwidth."""
@@ -135,6 +182,7 @@ class Links:
         self._shared = [link.name in prepared.charges for link in self._links]
         self._users: dict[tuple[tuple[int, ...], Fraction | None], int] = {}
         self._running: dict[Job, None] = {}
+        self._rows: list[dict[Job, None]] = [{} for _ in self._links]  # by link what has chunks under way in a row
         self.stale: set[int] = set()
         self._sequence = count()
 
@@ -150,6 +198,8 @@ class Links:
         job.enqueue(key)
         for link in job.route:
             heappush(self._queues[link], (key, job))
+            for other in [other for other in self._rows[link] if other.key > key]:
+                self._stop(other)
         self.stale.update(job.route)
         self._clock.poke()
 
@@ -186,9 +236,12 @@ class Links:
             shared = shared or self._shared[i]
         fixed, rate = self._pace(job)
         is_first = job.began < 0
-        part = job.start(now, fixed, rate)
+        part = job.start(now, fixed, rate, in_a_row=not shared)
         if not shared or not part:  # 0 bytes share nothing
-            self._clock.at(job.ends, job.rank, lambda _: self._end(job, job.ends))
+            if job.row is not None:
+                for i in job.route:
+                    self._rows[i][job] = None
+            self._set_alarm(job)
             return
         use = job.route, job.most
         if use not in self._users:
@@ -199,6 +252,17 @@ class Links:
             self._flows.start_at(flow, now + fixed)
         else:
             self._flows.start(flow, now)
+
+    def _set_alarm(self, job: Job) -> None:
+        job.alarm = self._clock.at(job.ends, job.rank, lambda _: self._end(job, job.ends))
+
+    def _stop(self, job: Job) -> None:
+        """Another goes first when the chunk under way ends."""
+        for link in job.route:
+            del self._rows[link][job]
+        if job.stop(self._clock.now, self._clock.has_settled):
+            job.alarm.callbacks.clear()  # type: ignore[union-attr]
+            self._set_alarm(job)
 
     def _pace(self, job: Job) -> tuple[int, int | Fraction]:
         """Fixed ns and bytes/s of a job alone on its route, at most those of its codec."""
@@ -212,6 +276,10 @@ class Links:
     def _end(self, job: Job, now: int) -> None:
         self._clock.advance(now)
         del self._running[job]
+        if job.row is not None:
+            job.row = None
+            for link in job.route:
+                del self._rows[link][job]
         for link in job.route:
             self._free[link] += 1
             if self._queues[link]:
@@ -228,10 +296,13 @@ class Links:
         links = set(route)
         end = now
         running = [job for job in self._running if links.intersection(job.route)]
-        for job in running:
-            end = max(end, job.ends if job.flow is None else job.flow.ends_at(now, job.ends))
         waiting = {id(job): job for link in route for _, job in self._queues[link] if job.is_waiting}
-        for job in (*running, *waiting.values()):  # of one that runs the later chunks
+        later = [(job, job.bytes) for job in waiting.values()]
+        for job in running:
+            ends, left = job.present(now, self._clock.has_settled)
+            end = max(end, ends if job.flow is None else job.flow.ends_at(now, ends))
+            later.append((job, left))
+        for job, left in later:
             fixed, rate = self._pace(job)
-            end += transfer_ns(job.bytes, rate, fixed if job.began < 0 else 0)
+            end += transfer_ns(left, rate, fixed if job.began < 0 else 0)
         return end
