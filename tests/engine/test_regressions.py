@@ -418,3 +418,20 @@ def test_what_an_op_overwrites_in_place_in_a_slower_tier_is_written_at_that_tier
     b.op("write", reads=[x], writes=[y])
     plan = Plan(b.build(outputs=[y], carry=()), place={x: "host"})
     assert spans(lawful(plan, in_place_reader(1.0)).log, "npu")[0] == ("write", 0, 2005)
+
+
+def test_the_memory_of_a_device_without_ops_is_a_device_s_memory_at_the_end():
+    """What began on the host gives its copy back when the op has ended, whoever's memory the other one returns to.
+
+    By hand, at a byte per nanosecond: `state` (100 B) comes from the host and `w` (40 B) from device 1, both from 0 on;
+    the op runs from 100 to 105. `state` is on the host, too, and leaves at 105; `w.new` is back at device 1 at 145.
+    """
+    b = TraceBuilder()
+    w, state = b.tensor("w", 40, "weight"), b.tensor("state", 100, "optimizer_state")
+    new = b.tensor("w.new", 40, "weight", replaces=w)
+    b.op("step", reads=[w, state], writes=[new], duration=5)
+    trace = b.build(outputs=[state, new], carry=[(new, w), (state, state)])
+    log = lawful(Plan(trace, place={w: "hbm@1", state: "host"}), machine(devices=2)).log
+    left = log.memory[(log.memory.tensor == "state") & (log.memory.delta_bytes < 0)]
+    assert left[["time_ns", "tier", "cause"]].values.tolist() == [[105, "hbm@0", "freed"]]
+    assert spans(log, "a2b") == [("w.new", 105, 145)]

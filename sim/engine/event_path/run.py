@@ -147,10 +147,10 @@ class Closing:
 
     def _carried(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """The pairs of `Trace.carry` that began in a tier behind the devices, and the others."""
-        prepared, began = self._state.prepared, self._state.residency.began_in
-        homes = {prepared.home[lane] for lane in prepared.main}
-        behind = {pair for pair in prepared.trace.carry if began.get(pair[1]) not in {None, *homes}}
-        pairs = prepared.trace.carry
+        pairs, began = self._state.prepared.trace.carry, self._state.residency.began_in
+        platform = self._state.platform
+        homes = {platform.tier_ids[engine.home] for engine in platform.engines if engine.main}
+        behind = {pair for pair in pairs if began.get(pair[1]) not in {None, *homes}}
         return [pair for pair in pairs if pair in behind], [pair for pair in pairs if pair not in behind]
 
     def _restore_outputs(self) -> Steps:
