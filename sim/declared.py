@@ -40,23 +40,25 @@ class OneOf:
 
 
 class Quantity:
-    """Text with a unit, which `read` turns into a number, or that number. words: what to give, bounds included."""
+    """Text with a unit, which `read` turns into a number, or that number. words: what to give, `{ge}` the least."""
 
     def __init__(self, read: Callable[[str], int], words: str) -> None:
         self.read = read
         self.words = words
 
 
-Size = Annotated[int | str, Quantity(parse_bytes, "bytes, 0 or more, or a size such as '50 MB'"), annotated_types.Ge(0)]
+Size = Annotated[
+    int | str, Quantity(parse_bytes, "bytes, {ge} or more, or a size such as '50 MB'"), annotated_types.Ge(0)
+]
 """Bytes."""
 
 Rate = Annotated[
-    int | str, Quantity(parse_rate, "bytes/s, 1 or more, or a rate such as '11 GB/s'"), annotated_types.Ge(1)
+    int | str, Quantity(parse_rate, "bytes/s, {ge} or more, or a rate such as '11 GB/s'"), annotated_types.Ge(1)
 ]
 """Bytes per second."""
 
 Time = Annotated[
-    int | str, Quantity(parse_time, "nanoseconds, 0 or more, or a time such as '20 ms'"), annotated_types.Ge(0)
+    int | str, Quantity(parse_time, "nanoseconds, {ge} or more, or a time such as '20 ms'"), annotated_types.Ge(0)
 ]
 """Nanoseconds."""
 
@@ -128,7 +130,7 @@ def expected(declared: Any) -> str:
         if isinstance(each, OneOf):
             return _either([repr(choice) for choice in each.values])
         if isinstance(each, Quantity):
-            return each.words
+            return each.words.format(**bounds(declared))
     limits, words = bounds(declared), [expected(inside[0])]
     if limits:
         words.append(WITHIN[tuple(limits)].format(**limits))

@@ -118,6 +118,7 @@ class Mine(Policy):
     way: Literal["in", "out"] = "in"
     ways: Annotated[tuple[Literal["in", "out"], ...], Len(1)] = ("in",)
     amount: Size = 0
+    piece: Annotated[Size, Ge(4)] = 4
     speed: Rate = 1
     table: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sloppy: int = None  # type: ignore[assignment]
@@ -144,6 +145,7 @@ class Mine(Policy):
     ({"ways": ("in", "oot")}, "ways is ('in', 'oot'); expected tuple of 'in' or 'out' (not empty) (did you mean 'out'"),
     ({"amount": "3 Gb"}, "amount is '3 Gb'; expected bytes, 0 or more, or a size such as '50 MB' (did you mean 'GB'"),
     ({"amount": -1}, "amount is -1; expected"),
+    ({"piece": 0}, "piece is 0; expected bytes, 4 or more, or a size such as '50 MB'"),
     ({"speed": 0}, "speed is 0; expected bytes/s, 1 or more"),
     ({"speed": "3 GB"}, "speed is '3 GB'; expected"),
     ({"table": {"a": "b"}}, "table is {'a': 'b'}; expected"),

@@ -27,6 +27,21 @@ LINES = {
     "--profile a100_40_pcie --policy save_on_cpu --set tiers.host_pageable.capacity=1kB": (
         "512 B in 'host_pageable' for reading 'positions'; 488 B of 1,000 B are free"
     ),
+    "--profile p100 --policy uvm(page=0)": "policy 'uvm': page is 0; expected bytes, 1 or more, or a size such as",
+    "--profile p100 --policy patrickstar(chunk=0)": "policy 'patrickstar': chunk is 0; expected bytes, 1 or more",
+    "--profile p100 --policy swap_all --set links.d2h.to=hots": (
+        "p100.toml: links.d2h.to: value 'hots': there is no tier of that name (did you mean 'host'?)"
+    ),
+    "--profile p100 --policy swap_all --set links.d2h.rate=-5GB/s": (
+        "p100.toml: links.d2h.rate: value '-5GB/s': expected a rate such as '25 GB/s', not a negative one"
+    ),
+    "--profile p100 --policy swap_all --set host=0": (
+        "p100.toml: host: there is no key 'host' (did you mean 'tiers.host'?)"
+    ),
+    "--profile p100 --policy zero_infinity --set tiers.ssd.capacity=1TB": (
+        "p100.toml: tiers.ssd.capacity: there is no tier 'ssd' (valid: 'hbm', 'host', 'host_pageable')"
+    ),
+    "--profile p100 --policy cdma(codec=0)": "policy 'cdma': codec is 0; expected bytes/s, 1 or more, or a rate",
     "--profile p100 --policy flashneuron": (
         "flashneuron: p100 has no drive that the device reads and writes past the host; a100_80_gds has one"
     ),

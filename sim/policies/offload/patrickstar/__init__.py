@@ -10,7 +10,6 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from sim.declared import Size
-from sim.errors import PolicyError
 from sim.hardware.platform import Platform
 from sim.plan import Action, Move, Plan, Problem
 from sim.policies.base import Policy, by_parameter
@@ -83,14 +82,10 @@ class PatrickStar(Policy):
     other_values = by_parameter(chunk=1 << 24, share=0.5, prefetch=2)
     unseen = by_parameter(warm_up_share="the iteration that it shapes is not the one whose result is reported")
 
-    chunk: Size = 1 << 27
+    chunk: Annotated[Size, Ge(1)] = 1 << 27
     share: Annotated[float, Gt(0), Le(1)] = 0.8
     warm_up_share: Annotated[float, Gt(0), Le(1)] = 0.2
     prefetch: Annotated[int, Ge(0)] = 0
-
-    def __post_init__(self) -> None:
-        if not to_bytes(self.chunk):
-            raise PolicyError("patrickstar: chunk is 0; expected a size such as '128 MB'")
 
     def plan(self, problem: Problem) -> Plan:
         """Which tiles the CPU updates; where each chunk is at each op."""
