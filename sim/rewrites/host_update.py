@@ -47,7 +47,8 @@ class Split:
     last_use: per tensor the last op other than an update that reads or produces it.
     read: the tensors that updates read.
     gradients: tensors that updates need and other ops produce.
-    weights: tensors that exist from the beginning and that both need, with the value each ends as.
+    weights: tensors that exist from the beginning and that both need, or that updates write elsewhere, with the value
+        each ends as.
     """
 
     def __init__(self, trace: Trace, updates: Collection[int] | None = None) -> None:
@@ -66,6 +67,9 @@ class Split:
         others = [t for t in used if int(trace.producer[t]) not in self.updates]
         self.gradients = [t for t in others if trace.producer[t] >= 0]
         self.weights = {t: self.end(t) for t in others if trace.producer[t] < 0 and t in self.last_use}
+        for end, t in trace.carry:  # where the new value takes another place
+            if trace.replaced_by[t] < 0 and trace.producer[end] in self.updates and t in self.last_use:
+                self.weights.setdefault(t, end)
 
     def end(self, tensor: int) -> int:
         """The value that takes over its storage last."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
+
 from sim.rewrites.holding import points
 from sim.rewrites.kept import kept
 from sim.rewrites.rewriter import Rewriter
@@ -76,6 +78,19 @@ def gradients_replaced(trace: Trace) -> dict[int, int]:
     return found
 
 
+def without_held_weights(trace: Trace) -> Trace:
+    """The trace in which no update reads a weight that it only holds; the weight's last reader is one before.
+
+    Ops and tensors keep their ids.
+    """
+    unread: dict[int, set[int]] = {}
+    for op in np.flatnonzero(trace.op_columns.phase == UPDATE).tolist():
+        held = held_weights(trace, trace.reads(op), trace.writes(op))
+        if used_before := {w for w in held if any(reader != op for reader in trace.readers(w))}:
+            unread[op] = used_before
+    return _unread(trace, "without_held_weights", unread, {})
+
+
 def into_gradients(trace: Trace) -> Trace:
     """The trace in which new 16-bit weights take over their gradients' storage, and no update reads the old ones.
 
@@ -90,24 +105,27 @@ def into_gradients(trace: Trace) -> Trace:
         ends = trace.readers(g)[-1] == op == released.get(g, op) and trace.replaced_by[g] < 0 and g not in outputs
         if used_before and ends and w not in outputs and t.bytes[g] == t.bytes[w]:
             moved[new] = g
-    if not moved:
-        return trace
+    unread: dict[int, set[int]] = {}
+    for new in moved:
+        unread.setdefault(int(trace.producer[new]), set()).add(int(t.replaces[new]))
+    return _unread(trace, "into_gradients", unread, moved)
+
+
+def _unread(trace: Trace, key: str, unread: dict[int, set[int]], moved: dict[int, int]) -> Trace:
+    """Without some reads of some ops, at the same cost. moved: per tensor the one whose storage it takes over."""
 
     def make() -> tuple[Trace, Trace]:
-        new = _rewritten(trace, moved)
-        return new, new
+        new = Rewriter(trace)
+        new.all_tensors()
+        for tensor, old in moved.items():
+            new.builder.take_over(tensor, old)
+        for op in trace.ops:
+            if op.id in unread:
+                reads = [x for x in op.reads if x not in unread[op.id]]
+                new.op(op, reads=reads, writes=op.writes, bytes=int(trace.touched[op.id]))
+            else:
+                new.op(op, reads=op.reads, writes=op.writes)
+        built = new.build(outputs=trace.outputs, carry=trace.carry)
+        return built, built
 
-    return kept(trace, "into_gradients", make)
-
-
-def _rewritten(trace: Trace, moved: dict[int, int]) -> Trace:
-    new = Rewriter(trace)
-    new.all_tensors()
-    unread: dict[int, set[int]] = {}
-    for fresh, gradient in moved.items():
-        unread.setdefault(int(trace.producer[fresh]), set()).add(int(trace.tensor_columns.replaces[fresh]))
-        new.builder.take_over(fresh, gradient)
-    for op in trace.ops:
-        reads = [x for x in op.reads if x not in unread.get(op.id, ())]
-        new.op(op, reads=reads, writes=op.writes, bytes=int(trace.touched[op.id]) if op.id in unread else op.bytes)
-    return new.build(outputs=trace.outputs, carry=trace.carry)
+    return kept(trace, key, make) if unread else trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sim.rewrites.fused_update import touched_once
-from sim.rewrites.masters import held_weights, into_gradients, updated_weights
+from sim.rewrites.masters import held_weights, into_gradients, updated_weights, without_held_weights
 from sim.rewrites.rewriter import Rewriter
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
@@ -37,11 +37,24 @@ def test_with_masters_every_weight_ends_with_backward_and_its_gradient_s_place_i
     assert into_gradients(new) is new
 
 
+@pytest.mark.parametrize("precision", ["mixed_fp16", "megatron_bf16"])
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "adamw_foreach", "adamw_loop"])
+def test_what_an_update_only_holds_it_does_not_read(precision, optimizer) -> None:
+    trace = step(precision, optimizer)
+    new = without_held_weights(trace)
+    for w in weights(new):
+        assert all(new.ops[op].phase != "update" for op in new.readers(w))
+        assert new.replaced_by[w] == trace.replaced_by[w] >= 0
+    assert not departures(new, trace)
+    assert new.touched.tolist() == trace.touched.tolist()
+    assert without_held_weights(new) is new
+
+
 @pytest.mark.parametrize("optimizer", ["adamw_fused", "adamw_8bit", "sgd"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "amp_bf16"])
 def test_without_masters_every_update_reads_its_weight(precision, optimizer) -> None:
     trace = step(precision, optimizer)
-    assert into_gradients(trace) is trace
+    assert into_gradients(trace) is without_held_weights(trace) is trace
     for op in trace.ops:
         assert not held_weights(trace, op.reads, op.writes)
 

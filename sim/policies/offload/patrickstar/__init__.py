@@ -57,12 +57,12 @@ class PatrickStar(Policy):
         of the plan's notes, and takes no memory here. Plans in O(ops x chunks).
     Departs: a chunk's tensors are copied one by one, each at the fixed time of a copy. The host keeps a weight, whose
         space its gradient takes later, so that weights are evicted without a copy. Gradients of the CPU's tiles do not
-        return to the device. What is dealt to ranks is 1/p of each weight instead of every p-th chunk, and an
-        all-gather brings a layer's weights, one layer ahead, instead of a group of chunks on access: as many bytes in
-        collectives of other sizes. What a reduce-scatter gives the CPU leaves when that ends, and what the device
-        updates returns when the update reads it. Whole weights whose state alone is dealt (`zero` 1 and 2), which the
-        paper has not, are in no chunk. Optimizer states on the device never leave it. What is measured is exact; the
-        paper samples.
+        return to the device. What is dealt to ranks is 1/p of each weight instead of every p-th chunk, since one rank
+        is simulated for all, whose chunks would have other weights; and an all-gather brings a layer's weights, one
+        layer ahead, instead of a group of chunks on access: as many bytes in collectives of other sizes. What a
+        reduce-scatter gives the CPU leaves when that ends, and what the device updates returns when the update reads
+        it. Whole weights whose state alone is dealt (`zero` 1 and 2), which the paper has not, are in no chunk.
+        Optimizer states on the device never leave it. What is measured is exact; the paper samples.
 
     chunk: bytes of weights in a chunk, an int or text such as "128 MB" (64 Mi elements in 16 bits).
     share: part of the device's memory that is counted on after the first iteration.

@@ -14,6 +14,7 @@ from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.zero_offload.cut import cheapest_cut
 from sim.rewrites.fused_update import fuse_updates
 from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
+from sim.rewrites.masters import into_gradients, without_held_weights
 from sim.rewrites.weight_parts import with_weight_parts
 from sim.solvers.streaming import buckets, idle, parts_up
 from sim.units import to_bytes
@@ -33,16 +34,17 @@ class ZeroOffload(Policy):
         arXiv:2101.06840. On d devices that share states (`zero` 1 to 3; its own runs have 2) each sends its part of the
         gradients down and its part of the new weights up, 2M / d each, and the network gathers the weights.
     Bounds: with 16-bit weights and gradients of M elements 2M bytes go down and 2M up, the least for
-        any split that keeps optimizer states on the CPU. Time = forward + backward + last bucket + the longer of
-        updates and copies up (+ one tile). Model state on the device: weights, one bucket, and the
-        gradients that wait for the link where backward is faster (GPT-3 2.7B with a sample of 512 tokens: almost all).
+        any split that keeps optimizer states on the CPU. With fp32 masters the host holds 14M: 12M of states and 2M of
+        gradients, whose places the new weights take (16M where the update is delayed). Time = forward + backward + last
+        bucket + the longer of updates and copies up (+ one tile). Model state on the device: weights, one bucket, and
+        the gradients that wait for the link where backward is faster (GPT-3 2.7B with a sample of 512 tokens: almost
+        all).
     Departs: an update is priced by the platform's model of the CPU, even where a duration was measured. A trace
         whose optimizer takes all parameters in one op, as a captured one does, has one tile. Ops of the update
         phase that are no optimizer's (clipping) run on the CPU one by one.
-        Where an update op reads a 16-bit weight, the host keeps a copy of it beside the fp32 master, unless weights
-        reside there anyway. Under
-        autocast device weights and gradients are fp32, and so are the copies. Conversion takes the CPU
-        no time of its own, and gradients of a bucket are copied one by one.
+        Where an update op reads a weight that has no fp32 master, the host keeps a copy of it, unless weights reside
+        there anyway. Under autocast device weights and gradients are fp32, and so are the copies. Conversion takes the
+        CPU no time of its own, and gradients of a bucket are copied one by one.
 
     bucket: bytes of gradients that are copied together, an int or text such as "50 MB"; 0 copies each at once.
     delayed: delayed parameter update: the CPU updates with the gradients of the previous iteration while the
@@ -91,6 +93,8 @@ class ZeroOffload(Policy):
         if not chosen:
             return Plan(trace)
         fused = fuse_updates(with_weight_parts(trace, chosen), chosen)
+        if self.weights == "device":
+            fused = without_held_weights(fused if self.delayed else into_gradients(fused))
         stay = {trace.op_columns.name[op] for op in {*updates} - {*chosen}}
         split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in stay])
         if self.delayed:
