@@ -117,7 +117,7 @@ def _status() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
         code = 141
     except OSError as error:
-        print(f"tiersim: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
+        print(f"tiersim: {shortened(str(error.filename or 'file'))}: {error.strerror or error}", file=sys.stderr)
         code = 2
     except MemoryError:
         print("tiersim: this machine's memory is not enough for that", file=sys.stderr)

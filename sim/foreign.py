@@ -209,8 +209,11 @@ def profile_files(names: Iterable[str]) -> list[Named]:
 
 
 def trace_files(names: Iterable[str]) -> list[Named]:
-    """The traces in `names`, all of which are files."""
-    return [Named("trace", name, Path(name)) for name in names]
+    """The traces in `names`, all of which are files, or prefixes of the files of all ranks."""
+    from workloads.importers.chakra import files_by_rank
+
+    files = (file for name in names for file in files_by_rank(name).values() or (name,))
+    return [Named("trace", file, Path(file)) for file in files]
 
 
 def model_files(names: Iterable[str]) -> list[Named]:

@@ -185,3 +185,11 @@ def test_no_part_of_a_line_is_a_formula_for_whoever_splits_it_elsewhere(text, ma
 
 def test_semicolons_and_numbers_stay_as_they_are():
     assert [cell(text) for text in ("a; b", "-1.5", "a-b; c=d", "a;b;")] == ["a; b", "-1.5", "a-b; c=d", "a;b;"]
+
+
+def test_a_path_of_thousands_of_characters_is_not_repeated_whole(capsys, monkeypatch):
+    assert ran(monkeypatch, "report", "x" * 5000, "-o", "page.html") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith("File name too long\n")
+    assert len(err) < 1100

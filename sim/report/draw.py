@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -89,9 +91,27 @@ def tidy(axes: Axes, *, grid: str = "y") -> None:
         axes.grid(axis=grid, color=FAINT, linewidth=0.4, alpha=0.7)  # type: ignore[arg-type]
 
 
-def literal(text: str) -> str:
-    """A name from elsewhere as figures take it: its dollars set no formula, and what cannot be shown is escaped."""
-    return printable(text, keep="\n").replace("$", r"\$")
+LONGEST, ON_AXES = 90, 60
+"""Characters of a line at most, in a figure and beside a marker; longer ones would leave no space for the axes."""
+
+
+def literal(text: str, most: int = LONGEST) -> str:
+    """A name from elsewhere as figures take it: its dollars set no formula, and what cannot be shown is escaped.
+
+    Of a line of more characters than `most` its beginning and its end are shown.
+    """
+    lines = printable(text, keep="\n").split("\n")
+    half = most // 2
+    shown = (line if len(line) <= most else f"{line[: half - 1]}…{line[-half:]}" for line in lines)
+    return "\n".join(shown).replace("$", r"\$")
+
+
+@contextmanager
+def boxes_for_unknown_signs() -> Iterator[None]:
+    """Signs that the font lacks are drawn as boxes, without a warning for each."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from font")
+        yield
 
 
 def draw_limit(axes: Axes, level: float) -> None:
@@ -101,7 +121,7 @@ def draw_limit(axes: Axes, level: float) -> None:
 
 def named(figure: Figure, policy: str) -> Figure:
     """The figure with the name of the policy that it shows above all else."""
-    figure.suptitle(literal(policy if len(policy) <= 90 else f"{policy[:89]}…"), fontsize=SMALL + 1.5, color=BLACK)
+    figure.suptitle(literal(policy), fontsize=SMALL + 1.5, color=BLACK)
     return figure
 
 
@@ -119,7 +139,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
     def write(file: IO[bytes]) -> None:
-        with matplotlib.rc_context({"svg.hashsalt": "tiersim"}):
+        with matplotlib.rc_context({"svg.hashsalt": "tiersim"}), boxes_for_unknown_signs():
             figure.savefig(file, format=ending, dpi=DPI, metadata=undated.get(ending))
 
     return write_aside(path, write)
@@ -128,6 +148,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 # ---- labels ------------------------------------------------------------------------------------
 
 
+@boxes_for_unknown_signs()
 def place_labels(
     axes: Axes,
     points: Sequence[tuple[float, float]],
@@ -158,7 +179,7 @@ def place_labels(
     names: list[Box] = []  # where labels stand
     leaders: list[Box] = []
     near = [int((np.hypot(*(pixels - here).T) < 60 * scale).sum()) for here in pixels]
-    texts = [literal(text) for text in texts]
+    texts = [literal(text, most=ON_AXES) for text in texts]
     for i in sorted(range(len(texts)), key=lambda k: (-near[k], texts[k])):
         probe = axes.text(0, 0, texts[i], fontsize=size)
         extent = probe.get_window_extent(renderer)
@@ -170,7 +191,7 @@ def place_labels(
         names.append(box)
         leaders += _leader(x, y, box, scale) if far else ()
         middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
-        axes.annotate(
+        label = axes.annotate(
             texts[i],
             points[i],
             ((middle[0] - x) / scale, (middle[1] - y) / scale),
@@ -185,6 +206,7 @@ def place_labels(
             if far
             else None,
         )
+        label.set_in_layout(False)  # the layout that its place was chosen for stays
 
 
 RINGS = (7, 14, 22, 32, 44, 58, 74, 92, 112, 136, 164, 196)

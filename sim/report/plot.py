@@ -47,6 +47,7 @@ Floats = NDArray[np.float64]
 LISTED = 25  # policies named in the list of those that do not fit
 NAMED = 16  # policies up to which each marker has its policy's name
 PER_COLUMN = 30  # lines of the list beside the figure
+IN_LIST = 32  # characters of one of them at most
 
 
 # ---- memory over time --------------------------------------------------------------------------
@@ -258,7 +259,7 @@ def _list_beside(figure: Figure, lines: Sequence[tuple[str, bool]], columns: int
 
     # a legend without signs: the layout reserves space for it next to the axes
     legend = figure.legend(
-        handles=[Line2D([], [], linestyle="none") for _ in lines], labels=[literal(text) for text, _ in lines],
+        handles=[Line2D([], [], linestyle="none") for _ in lines], labels=[literal(text, IN_LIST) for text, _ in lines],
         loc="outside right upper", fontsize=SMALL, frameon=False, handlelength=0, ncols=columns,
         handletextpad=0, labelcolor=INK, alignment="left", columnspacing=1,
     )  # fmt: skip

@@ -23,6 +23,7 @@ import gc
 import gzip
 import json
 import os
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -206,9 +207,10 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
     path: decompressed if it ends in `.gz`.
     max_bytes: the most bytes of text to read, after decompression.
 
-    Raises TraceError, one line that names the file and the faulty line, for any mistake in its content, and OSError
-    where the file cannot be opened.
+    Raises TraceError, one line that names the file and the faulty line, for any mistake in its content and for what is
+    not a regular file, and OSError where the file cannot be opened.
     """
+    check_regular(path)
     reader = _Reader(str(path))
     with open(path, "rb") as raw:
         plain: IO[bytes] = gzip.GzipFile(fileobj=raw) if str(path).endswith(".gz") else raw  # type: ignore[assignment]
@@ -223,6 +225,21 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
         finally:
             if collecting:
                 gc.enable()
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise TraceError for a path that no file has, a folder, a device or a pipe, whose reader might wait for ever.
+
+    A file that does not exist is not an error here: opening it says so.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    except ValueError as error:  # a name with a zero byte
+        raise TraceError(f"{str(path)!r}: cannot be opened: {error}") from None
+    if not stat.S_ISREG(mode):
+        raise TraceError(f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'not a regular file'}")
 
 
 def _read_blocks(file: IO[bytes], reader: _Reader, max_bytes: int) -> Iterator[bytes]:

@@ -487,3 +487,19 @@ sim.report.plot.plot_comparison([{"policy": "a", "fits": True, "peak_bytes": 1, 
 assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("count", [1, NAMED, len(NAMES)])
+@pytest.mark.parametrize("name", ["x" * 5000, "/home/me/" + "policies/" * 40 + "mine.py", "🎉" * 60, "大模型"])
+def test_any_name_leaves_space_for_the_figure_and_no_warning(name, count, tmp_path):
+    import warnings
+
+    rows = comparison_rows(names=[f"{name}{i}" for i in range(count)])
+    rows.append({**rows[0], "policy": f"{name}none", "fits": False, "floor_bytes": 10**9})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = plot_comparison(rows)
+        save_figure(figure, tmp_path / "figure.png")
+    axes = figure.axes[0].get_window_extent()
+    assert axes.width > 0.15 * figure.bbox.width
+    assert axes.height > 0.4 * figure.bbox.height

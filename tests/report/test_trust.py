@@ -471,3 +471,56 @@ def test_a_compiled_file_beside_a_policy_is_not_executed(mine, tmp_path, capsys)
 
 def test_half_a_character_in_a_view_becomes_a_page(tmp_path):
     assert write_run_page(SavedView({"title": "\ud800"}), tmp_path / "r.html").is_file()
+
+
+def ranks(folder):
+    """The prefix of the files of a Chakra trace, one per rank."""
+    from sim import load_profile, simulate
+    from workloads import transformer
+    from workloads.exporters.chakra import export_chakra
+
+    folder.mkdir(exist_ok=True)
+    tiny = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 100, "n_positions": 64}
+    run = simulate(transformer(tiny, batch=1, sequence=8), load_profile("p100"), "keep_all")
+    export_chakra(run.log, folder / "t")
+    return folder / "t"
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_of_a_trace_that_is_a_pipe_is_not_waited_for(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert tiersim("run", *JOB, "--policy", "keep_all", "-o", out, capsys=capsys)[0] == 0
+    os.mkfifo(out / "t.0.et")
+    asked_for(out, trace=str(out / "t"))
+    code, _, err = tiersim("report", out, "-o", tmp_path / "r.html", capsys=capsys)
+    assert code == 0
+    assert "is not a regular file" in err
+
+
+def test_a_rank_of_a_trace_that_lies_outside_is_not_opened_unless_asked(tmp_path, capsys, monkeypatch):
+    prefix, out = ranks(tmp_path / "traces"), tmp_path / "out"
+    words = [*JOB[:2], "--trace", prefix, "--policy", "keep_all"]
+    assert tiersim("run", *words, "-o", out, capsys=capsys)[0] == 0
+    asked, summary = str(out / "t"), json.loads((out / "summary.json").read_text())
+    assert list(summary["files"]) == [f"{prefix}.0.et"]
+    (out / "t.0.et").symlink_to(f"{prefix}.0.et")
+    asked_for(out, trace=asked)
+    code, _, err = tiersim("report", out, "-o", tmp_path / "r.html", capsys=capsys)
+    assert code == 0
+    assert f"trace '{asked}.0.et' is a file that the results refer to" in err
+
+
+def test_a_trace_of_all_ranks_is_used_again_where_asked(tmp_path, capsys):
+    prefix, out = ranks(tmp_path / "traces"), tmp_path / "out"
+    words = [*JOB[:2], "--trace", prefix, "--policy", "keep_all"]
+    assert tiersim("run", *words, "-o", out, capsys=capsys)[0] == 0
+    assert tiersim("report", out, "-o", tmp_path / "r.html", "--trust", capsys=capsys)[::2] == (0, "")
+
+
+def test_a_model_whose_file_is_a_circle_of_links_is_one_line(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    assert tiersim("run", *JOB, "--policy", "keep_all", "-o", out, capsys=capsys)[0] == 0
+    (tmp_path / "loop.py").symlink_to("loop.py")
+    code, _, err = tiersim("run", *JOB[:2], "--model", f"{tmp_path / 'loop.py'}:step", *JOB[4:], capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "loop.py cannot be imported" in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -272,3 +273,15 @@ def test_a_trace_that_cannot_be_saved_is_named_as_it_was_asked_for(tmp_path):
         save(w1(1), tmp_path)
     assert refused.value.filename == str(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "no name"])
+def test_what_is_no_file_is_refused_and_not_waited_for(kind, tmp_path):
+    path = {"device": "/dev/zero", "no name": f"{tmp_path}/a\0b"}.get(kind, str(tmp_path / "t.jsonl"))
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        os.mkdir(path)
+    with pytest.raises(TraceError, match={"folder": "is a folder", "no name": "null byte"}.get(kind, "not a regular")):
+        load(path)

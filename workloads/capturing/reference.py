@@ -38,7 +38,8 @@ def opened(reference: str) -> Iterator[Callable[[], Callable[..., Any]]]:
     if not where or not function:
         raise WorkloadError(f"{reference!r}: expected 'module:function'")
     before = list(sys.path), list(sys.argv), sys.modules.get(NAME)
-    sys.path[:0] = [str(Path(where).resolve().parent) if where.endswith(".py") else os.getcwd()]
+    is_file = where.endswith(".py") and os.path.isfile(where)  # what is none is refused below
+    sys.path[:0] = [os.path.dirname(os.path.realpath(where)) if is_file else os.getcwd()]
     sys.argv[:] = [where]
     try:
         with redirect_stdout(sys.stderr):

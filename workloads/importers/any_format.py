@@ -11,7 +11,7 @@ from typing import Any
 
 from sim.errors import TraceError, near
 from sim.trace.graph import Trace
-from sim.trace.io import load
+from sim.trace.io import check_regular, load
 from workloads.importers.chakra import build_chakra, rank_files, read_chakra
 from workloads.importers.chrome import build_chrome
 from workloads.importers.dtr import read_dtr
@@ -56,8 +56,7 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step
             return read_chakra(path, max_bytes=max_bytes)
     except ValueError as error:  # a name with a zero byte
         raise TraceError(f"{str(path)!r}: cannot be opened: {error}") from None
-    if Path(path).exists() and not Path(path).is_file():
-        raise TraceError(f"{path}: is {'a folder' if Path(path).is_dir() else 'not a regular file'}")
+    check_regular(path)
     start = read_start(path, START).lstrip()
     if step is not None and start[:1] not in (b"{", b"["):
         raise TraceError(f"{path}: step {step}: only a profiler's Chrome JSON has steps")

@@ -71,17 +71,26 @@ def rank_files(path: str | os.PathLike[str]) -> list[str]:
     """The file itself, or the files of all ranks if the path is their prefix. Raises TraceError for a missing rank."""
     if Path(path).is_file():
         return [str(path)]
-    by_rank: dict[int, str] = {}
-    for name in glob.glob(glob.escape(str(path)) + ".*.et*"):
-        rank = re.search(r"\.(\d{1,6})\.et(\.gz)?$", name[len(str(path)) :])
-        if rank:
-            by_rank[int(rank.group(1))] = name
+    by_rank = files_by_rank(path)
     if not by_rank:
         raise TraceError(f"{path}: no such file, and no {path}.0.et")
     for rank_number in range(max(by_rank) + 1):
         if rank_number not in by_rank:
             raise TraceError(f"{path}: rank {rank_number} is missing ({path}.{rank_number}.et)")
     return [by_rank[rank_number] for rank_number in sorted(by_rank)]
+
+
+def files_by_rank(path: str | os.PathLike[str]) -> dict[int, str]:
+    """The files of ranks with this prefix; none where the path itself exists, or cannot be a name."""
+    prefix = str(path)
+    found: dict[int, str] = {}
+    if "\0" in prefix or os.path.lexists(prefix):
+        return found
+    for name in glob.glob(glob.escape(prefix) + ".*.et*"):
+        rank = re.search(r"\.(\d{1,6})\.et(\.gz)?$", name[len(prefix) :])
+        if rank:
+            found[int(rank.group(1))] = name
+    return found
 
 
 def build_chakra(files: list[tuple[str, bytes]], path: str, *, added: bool = True) -> Trace:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from sim.errors import TraceError
+from sim.trace.io import check_regular
 
 MAX_BYTES = 1 << 30
 """The most unpacked bytes of a file; a caller may allow more."""
@@ -55,7 +56,8 @@ def read_start(path: str | os.PathLike[str], count: int) -> bytes:
 
 
 def open_unpacked(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading, unpacked if it is gzipped. Raises TraceError."""
+    """Open a file for reading, unpacked if it is gzipped. Raises TraceError, also for a pipe or a device."""
+    check_regular(path)
     try:
         return cast(BinaryIO, gzip.open(path)) if read_packed(path) else Path(path).open("rb")
     except FileNotFoundError:
