@@ -7,6 +7,8 @@ import hashlib
 import json
 import multiprocessing
 import os
+import platform
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn, Self
+
+import numpy
 
 from sim.conformance.examples import Example, examples_for, for_each
 from sim.conformance.replayed import Replayed
@@ -121,10 +125,10 @@ def elsewhere(
     """What a second process gets for policies, given with their names.
 
     It runs the examples in reverse order, which also reveals what a policy remembers of earlier ones, at another time
-    of another day, for another user with another home and folder of temporary files, in another folder, with other
-    numbers of processors and threads, and with other names of tensors, ops and the machine. A policy that cannot be
-    loaded there by its name and parameters is left out. Ask the second process first, so that a policy that ends its
-    process does not end this one. Raises Ended if that happened.
+    of another day, on a machine of another name with other numbers of processors and threads, for another user with
+    another home and folder of temporary files, in another folder, and with other names of tensors, ops and platform.
+    A policy that cannot be loaded there by its name and parameters is left out. Ask the second process first, so that a
+    policy that ends its process does not end this one. Raises Ended if that happened.
     """
     jobs = []
     for name, policy in policies:
@@ -169,18 +173,25 @@ def _another_user(folder: Path) -> dict[str, str]:
     return {**found, "TZ": "UTC-7" if os.environ.get("TZ") != "UTC-7" else "UTC-5"}
 
 
+HOST = "another-machine"
+"""The name of the second process's machine."""
+
 SHIFT_S = 400 * 86_400 + 12_345
 """Seconds by which the clocks of the second process are ahead: another year, month, day, hour and minute."""
 
 
 def _shift_clocks() -> None:
-    """Let every clock of `time` and `datetime` tell another time; what elapses stays the same."""
-    import pandas  # noqa: F401  compiled against `datetime`: it would crash with a class of ours in its place
+    """Let every clock of Python, NumPy and pandas tell another time; what elapses stays the same."""
+    import pandas  # before `datetime` changes: it is compiled against it, and would crash with a class of ours
 
     for name in ("time", "monotonic", "perf_counter"):
         clock, in_ns = getattr(time, name), getattr(time, f"{name}_ns")
         setattr(time, name, lambda clock=clock: clock() + SHIFT_S)
         setattr(time, f"{name}_ns", lambda clock=in_ns: clock() + SHIFT_S * 10**9)
+    if hasattr(time, "clock_gettime"):
+        of_clock, of_clock_in_ns = time.clock_gettime, time.clock_gettime_ns
+        time.clock_gettime = lambda clk_id: of_clock(clk_id) + SHIFT_S
+        time.clock_gettime_ns = lambda clk_id: of_clock_in_ns(clk_id) + SHIFT_S * 10**9
     for name in ("localtime", "gmtime"):
         of_time = getattr(time, name)
         setattr(time, name, lambda secs=None, of_time=of_time: of_time(time.time() if secs is None else secs))
@@ -189,17 +200,37 @@ def _shift_clocks() -> None:
         default = time.time if name == "ctime" else time.localtime
         setattr(time, name, lambda *given, as_text=as_text, default=default, place=place:
                 as_text(*given, *(() if len(given) > place else (default(),))))  # fmt: skip
+    stamp: Any = pandas.Timestamp
+    for name in ("now", "today"):
+        setattr(stamp, name, classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz)))
+    stamp.utcnow = classmethod(lambda cls: cls.now("UTC"))
+    numpy.datetime64 = _LaterTime  # type: ignore[misc]
     datetime.datetime = _Later  # type: ignore[misc]
 
 
 class _LikePlain(type):
-    """The type of a class that takes every plain `datetime` for one of its own."""
+    """The type of a class that takes everything of its base for its own."""
 
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, _plain_datetime)
+        return isinstance(value, cls.__bases__[0])
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, cls.__bases__[0])
 
 
 _plain_datetime = datetime.datetime
+_plain_time = numpy.datetime64
+
+
+class _LaterTime(_plain_time, metaclass=_LikePlain):
+    """A `numpy.datetime64` of the shifted clock; what it makes is plain."""
+
+    def __new__(cls, *given: Any) -> Any:
+        if given[:1] in (("now",), ("today",)):
+            plain = _plain_time(*given)
+            unit = numpy.datetime_data(plain.dtype)[0]
+            return (plain.astype("M8[s]") + numpy.timedelta64(SHIFT_S, "s")).astype(f"M8[{unit}]")
+        return _plain_time(*given)
 
 
 class _Later(_plain_datetime, metaclass=_LikePlain):
@@ -215,7 +246,11 @@ class _Later(_plain_datetime, metaclass=_LikePlain):
 
 
 def _change_machine() -> None:
-    """Let this process have other numbers of processors and threads."""
+    """Let this process have another machine's name, and other numbers of processors and threads."""
+    socket.gethostname = platform.node = lambda: HOST
+    if hasattr(os, "uname"):
+        known = os.uname()
+        os.uname = lambda: type(known)((known[0], HOST, *known[2:]))
     count = os.cpu_count() or 1
     for module, name in ((os, "cpu_count"), (os, "process_cpu_count"), (multiprocessing, "cpu_count")):
         if hasattr(module, name):

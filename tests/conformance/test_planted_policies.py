@@ -254,6 +254,19 @@ FAULTS = {
     "the day of a date": ("repeats", "return self.away(problem, datetime.date.today().toordinal())"),
     "the minute of a date": ("repeats", "return self.away(problem, datetime.datetime.now().minute)"),
     "the user's folder": ("repeats", "return self.away(problem, len(os.path.expanduser('~')))"),
+    "the minute of pandas": ("repeats", "import pandas\nreturn self.away(problem, pandas.Timestamp.now().minute)"),
+    "the time of NumPy": (
+        "repeats",
+        "import numpy\nreturn self.away(problem, int(numpy.datetime64('now', 'm').astype(int)))",
+    ),
+    "a clock by its number": (
+        "repeats",
+        "return self.away(problem, int(time.clock_gettime(time.CLOCK_REALTIME)) // 60)",
+    ),
+    "the name of the machine": (
+        "repeats",
+        "import platform\nreturn self.away(problem, sum(map(ord, platform.node())))",
+    ),
     "the number of processors": ("repeats", "return self.away(problem, os.cpu_count())"),
     "the processors that it may use": ("repeats", "return self.away(problem, len(os.sched_getaffinity(0)))"),
     "the number of threads": ("repeats", "return self.away(problem, threading.active_count())"),
