@@ -116,6 +116,7 @@ def _load(spec: Any, reference: str, name: str) -> Callable[..., Any]:
         spec.loader.exec_module(source)
     function: Callable[..., Any] | None = getattr(source, name, None)
     if function is None or not callable(function):
-        hint = near(name, (each for each in vars(source) if each[0] != "_"))
+        known = [each for each, value in vars(source).items() if each[0] != "_" and callable(value)]
+        hint = near(name, known) if known else f"; there is none in {where}"
         raise WorkloadError(f"{reference!r}: no function {name!r}{hint}")
     return function
