@@ -16,6 +16,8 @@ from sim.hardware.platform import Platform
 from sim.log import CAUSE, EventLog
 from sim.plan import Move, Plan
 from sim.policies.base import MANAGED_AS, Policy
+from sim.trace.graph import Trace
+from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLES
 
 STATE = ("weights", "gradients", "optimizer_state")
@@ -90,6 +92,28 @@ def too_small(policy: Policy, states: Sequence[State], limited: Platform) -> Sta
     """
     exceeds = (each for each in states if left_in_place(policy, each) > limited.tier(each.tier).capacity)
     return next(exceeds, None)
+
+
+def largest_op(trace: Trace, platform: Platform) -> tuple[str, int]:
+    """The op of forward or backward that holds most while it runs, and its bytes: operands, results and workspace.
+
+    Whatever is moved or recomputed, so much must be resident at once unless the op itself is split. Ops of the
+    optimizer, which policies hand to the host, do not count. ("", 0) where a device reads other tiers in place.
+    """
+    if any(set(engine.reaches) - {engine.home} for engine in platform.engines if engine.main):
+        return "", 0
+    c, t = trace.op_columns, trace.tensor_columns
+    root = np.arange(len(t.bytes))
+    for tensor in np.flatnonzero(t.replaces >= 0).tolist():  # what it replaces has a lower id
+        root[tensor] = root[t.replaces[tensor]]
+    most, name = 0, ""
+    for op in np.flatnonzero(c.phase != PHASE_CODE["update"]).tolist():
+        reads = c.read_ids[c.read_start[op] : c.read_start[op + 1]]
+        writes = c.write_ids[c.write_start[op] : c.write_start[op + 1]]
+        held = int(t.bytes[np.unique(root[np.concatenate((reads, writes))])].sum()) + int(c.workspace[op])
+        if held > most:
+            most, name = held, c.name[op]
+    return name, most
 
 
 def waits_for_nothing(plan: Plan, platform: Platform) -> bool:

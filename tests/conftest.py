@@ -58,6 +58,9 @@ QUICK = {
 LONG = (
     "test_parallel_page.py::test_few_stages_and_microbatches_stand_for_many",
     "test_advice.py::test_everything_that_may_be_combined",
+    "test_advice.py::test_the_nearest_change_that_fits",
+    "test_advice.py::test_precision_and_optimizer_are_searched",
+    "test_advice.py::test_all_policies_are_searched_for_each_precision",
     "test_questions.py::test_one_command_answers",
     "test_site.py::test_all_text_of_the_site",
     "report/test_looks.py::test_all_text_can_be_read",

@@ -24,6 +24,7 @@ from sim.advice.state import state_of
 from sim.advice.trials import BOUND, Trials, best, fits, micro_batches, speed
 from sim.errors import Infeasible, TiersimError
 from sim.experiment import simulate, unlimited
+from sim.floors import largest_op
 from sim.hardware.profile import load_profile
 from sim.layout import lay_out
 from sim.policies import load, names
@@ -192,7 +193,7 @@ def test_a_search_that_had_no_time_does_not_say_that_nothing_can_fit(config):
     advice = advise(config, "a100_40_pcie", batch=1, policies=FEW, jobs=1, seconds=1e-6, **AXES)
     assert advice.best is None
     assert advice.skipped
-    assert "Of 0 policies and compositions that were run, none fits." in advice.text()
+    assert "Nothing was found that fits." in advice.text()
     assert "Nothing fits" not in advice.text()
 
 
@@ -329,12 +330,84 @@ def test_where_nothing_fits_it_says_with_which_change_something_does(config):
     assert advice.best is None
     assert advice.changes
     for change in advice.changes:
-        changed = trace_of(config, **{"batch": 16, **change.options})
-        assert it_fits(changed, "a100_40_pcie", change.best["policy"], budget=peak)
+        options = {key: value for key, value in change.options.items() if key != "budget"}
+        changed, more = trace_of(config, **{"batch": 16, **options}), change.options.get("budget", peak)
+        assert it_fits(changed, "a100_40_pcie", change.best["policy"], budget=more)
         assert change.text in advice.text()
     assert "Nothing fits" in advice.text()
     divided = advise(config, "a100_40_pcie", batch=16, budget=peak, policies=few, jobs=1, **AXES)
     assert micro_batches(divided.best) > 1  # with their number left to the search it needs no change
+
+
+def of_one_op(trace, op):
+    """What an op holds while it runs, tensor by tensor: of those in one storage the largest."""
+    held = {}
+    for t in {*op.reads, *op.writes}:
+        root = t
+        while trace.tensors[root].replaces is not None:
+            root = trace.tensors[root].replaces
+        held[root] = max(held.get(root, 0), trace.tensors[root].bytes)
+    return sum(held.values()) + op.workspace
+
+
+@pytest.mark.parametrize("loss", ["torch", "chunked"])
+def test_nothing_that_splits_no_op_fits_where_one_op_holds_more(config, loss):
+    trace = trace_of(config, loss=loss)
+    name, size = largest_op(trace, load_profile("a100_40_pcie"))
+    sizes = {op.name: of_one_op(trace, op) for op in trace.ops if op.phase != "update"}
+    assert size == max(sizes.values()) == sizes[name]
+    for policy in ("keep_all", "swap_all", "dtr", "hybrid", "zero_offload + full_recompute", "patrickstar"):
+        assert not it_fits(trace, "a100_40_pcie", policy, budget=size - 1), policy
+
+
+JOBS = (
+    ({"batch": 8}, 1_000_000), ({"batch": 8}, 700_000), ({"batch": 2}, 500_000), ({"batch": 1}, 400_000),
+    ({"batch": 4, "optimizer": "adamw_8bit"}, 600_000), ({"batch": 4, "precision": "fp32"}, 800_000),
+    ({"batch": 4, "loss": "chunked"}, 300_000), ({"batch": 4, "lora_rank": 4}, 400_000),
+    ({"batch": 2, "micro_batches": 2}, 250_000), ({"batch": 1}, 40_000),
+)  # fmt: skip
+CHANGED = ("full_recompute", "full_recompute; checkpoints: swap_all", "zero_offload + full_recompute",
+           "zero_offload(weights=host) + weight_streaming + full_recompute; checkpoints: swap_all")  # fmt: skip
+
+
+@pytest.mark.parametrize(("axes", "budget"), JOBS)
+def test_the_nearest_change_that_fits_is_found_wherever_there_is_one(config, axes, budget):
+    """Every combination of every kind of change, with every policy that was allowed, against the answer."""
+    job = {"micro_batches": 1, **AXES, **axes}
+    found = advise(config, "a100_40_pcie", budget=budget, policies=CHANGED, jobs=1, seconds=200, **job)
+    assert found.best is None
+    kinds = {
+        "loss": {job.get("loss", "torch"), "chunked"},
+        "batch": {1, job["batch"]},
+        "optimizer": {job.get("optimizer", "adamw_foreach"), "sgd"},
+        "precision": {job["precision"], "bf16"},
+        "lora_rank": {job.get("lora_rank"), job.get("lora_rank", 16)},
+    }
+    fit = []
+    for values in product(*kinds.values()):
+        changed = {**job, **dict(zip(kinds, values, strict=True))}
+        trace = transformer(config, **{**changed, "micro_batches": changed["batch"]})
+        fit += [changed for name in CHANGED if it_fits(trace, "a100_40_pcie", name, budget=budget)]
+    of_workload = [change for change in found.changes if not {"budget", "profile"} & {*change.options}]
+    assert bool(of_workload) >= bool(fit), fit
+    for change in found.changes:
+        assert change.text in found.text()
+        more = change.options.get("budget", budget)
+        options = {key: value for key, value in change.options.items() if key != "budget"}
+        changed = transformer(config, **{**job, **options})
+        assert it_fits(changed, "a100_40_pcie", change.best["policy"], budget=more)
+    if "budget" in (last := found.changes[-1].options):  # half as much is not enough for the leanest
+        assert not any(it_fits(trace_of(config, **job), "a100_40_pcie", name, budget=last["budget"] // 2 - 1)
+                       for name in CHANGED)  # fmt: skip
+
+
+def test_where_no_change_helps_the_op_that_is_too_large_is_named(config):
+    found = advise(config, "a100_40_pcie", batch=2, budget=20_000, policies=CHANGED, jobs=1, seconds=100,
+                   figures={"tiers.hbm.nominal": "20 kB", "tiers.hbm.capacity": "20 kB"}, **AXES)  # fmt: skip
+    left = [change for change in found.changes if "profile" not in change.options]
+    assert not left
+    if found.least is not None:
+        assert f"even with {found.least.text} {found.least.op!r} alone holds" in found.text()
 
 
 def test_a_figure_that_decides_is_found_and_decides(config):
@@ -436,6 +509,12 @@ def test_precision_and_optimizer_are_never_changed_unasked(config):
     for wrong in ("fp23,fp32", "any,fp32"):
         with pytest.raises(TiersimError, match=r"precision '(fp23|any)' is unknown"):
             advise(config, "a100_40_pcie", batch=4, sequence=64, precision=wrong, policies=["keep_all"])
+
+
+def test_what_is_not_given_is_what_studies_take(config, monkeypatch):
+    monkeypatch.setattr("sim.advice.candidates.names", lambda: FEW)
+    rows = Search(Question({"model": config, "batch": 2, "sequence": 64}, "a100_40_pcie"), Trials(1000, jobs=1)).run()
+    assert any(map(fits, rows))
 
 
 def test_what_is_known_to_take_longer_than_is_left_is_not_started(config):

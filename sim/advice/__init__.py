@@ -24,6 +24,7 @@ from sim.advice.answer import Advice, Choice
 from sim.advice.ceiling import ceiling
 from sim.advice.goals import at_one_batch, fastest_batch, largest_batch, least_memory, of_each_variant
 from sim.advice.layouts import Devices, with_layout
+from sim.advice.narrowing import divisions
 from sim.advice.question import GOALS, Question, question
 from sim.advice.reasons import Change, Flip, changes, flips
 from sim.advice.state import State, state_of
@@ -38,7 +39,10 @@ __all__ = ["GOALS", "Advice", "Change", "Devices", "Flip", "Question", "State", 
 LAYOUTS = 0.4
 """The part of the search's time that goes to layouts over several devices."""
 ASIDE = 0.25
-"""The part of the search's time that is kept for the reasons: what would change the answer, or make it fit."""
+"""The part of the search's time that is kept for the reasons: what would change the answer, or make it fit.
+
+Where an op alone holds more than the memory, the other part is kept: few policies split ops, so that a change of the
+job is the likely answer."""
 
 
 def advise(
@@ -108,7 +112,8 @@ def advise(
         search = {"batch": of_each_variant(largest_batch), "memory": of_each_variant(least_memory)}.get(
             goal, at_one_batch if fixed else of_each_variant(fastest_batch)
         )
-        with closing(Trials((1 - ASIDE) * seconds, jobs, on_row, began)) as trials:
+        aside = 1 - ASIDE if all(divisions(each)[-1].exceeds for each in asked.variants) else ASIDE
+        with closing(Trials((1 - aside) * seconds, jobs, on_row, began)) as trials:
             rows = search(asked, trials)
             trials.extend(min(seconds, trials.used_s + ASIDE * seconds) if any(map(fits, rows)) else seconds)
             answer = _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
@@ -128,8 +133,8 @@ def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) 
     """The best of the rows by the goal, and the reasons."""
     winner = _winner(asked, rows)
     if winner is None:
-        found = changes(asked, trials) if asked.parallel is None else []
-        return Advice(asked, state, tuple(rows), None, None, ceiling(asked), changes=tuple(found),
+        found, least = changes(asked, trials) if asked.parallel is None else ([], None)
+        return Advice(asked, state, tuple(rows), None, None, ceiling(asked), changes=tuple(found), least=least,
                       skipped=trials.skipped, elapsed_s=trials.used_s)  # fmt: skip
     picked = {name: winner[name] for name in asked.open}
     whole = asked if asked.is_fixed else asked.changed(batch=winner["batch"], **picked)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sim.advice.ceiling import Ceiling
 from sim.advice.layouts import Devices
 from sim.advice.question import Question
-from sim.advice.reasons import Change, Flip, above
+from sim.advice.reasons import Change, Flip, Least, above
 from sim.advice.state import State
 from sim.advice.trials import SHARE, Row, best, effort, fits, micro_batches, speed
 from sim.analysis.pareto import pareto
@@ -53,6 +53,7 @@ class Advice:
     figures_tried, figures_all: how many assumed figures were varied, and how many there are.
     choices: what was found with each combination of what the question leaves open, at the best batch.
     changes: where nothing fits, changes of the workload with which it does.
+    least: where every change leaves an op that alone holds more than the memory, the change with the smallest such op.
     skipped: runs for which no time was left.
     near: how near the best is to the least time that any plan takes; "" where no time was left to tell.
     devices: the layouts that were tried, where several devices were asked for. Peaks are of the fullest one.
@@ -69,6 +70,7 @@ class Advice:
     figures_all: int = 0
     choices: tuple[Choice, ...] = ()
     changes: tuple[Change, ...] = ()
+    least: Least | None = None
     skipped: int = 0
     near: str = ""
     devices: Devices | None = None
@@ -126,6 +128,7 @@ class Advice:
             "flips": [asdict(flip) for flip in self.flips],
             "choices": [asdict(choice) for choice in self.choices],
             "changes": [{"options": dict(c.options), "text": c.text, "best": c.best} for c in self.changes],
+            "least": None if self.least is None else asdict(self.least),
             "skipped": self.skipped,
             "near": self.near,
             "layout": None if self.devices is None else dict(self.question.parallel or {}),
@@ -270,14 +273,24 @@ def _nothing(advice: Advice) -> Iterator[str]:
     if advice.state.exceeds_all:
         yield "Nothing fits, whatever is moved or recomputed: the state alone is more than all memories hold."
     elif advice.skipped and not advice.changes:
-        yield f"Of {runs} policies and compositions that were run, none fits."
+        yield (
+            f"Of {runs} policies and compositions that were run, none fits." if runs else "Nothing was found that fits."
+        )
     elif runs:
         yield f"Nothing fits: {runs} policies and compositions were run."
     else:
-        yield "Nothing fits: no policy or composition moves enough of the state."
+        why = "moves enough of the state" if not advice.question.exceeds else "splits what is too large"
+        yield f"Nothing fits: no policy or composition {why}."
     for change in advice.changes:
         yield f"With {change.text}, {change.best['policy']} fits: {figures(change.best)}."
-    if not advice.changes:
+    if advice.question.exceeds:
+        op, size = advice.question.largest_op
+        yield f"{op!r} alone holds {_gb(size)} while it runs, which nothing but splitting it makes less."
+    if advice.least is not None:
+        least = advice.least
+        yield (f"No change helps: even with {least.text} {least.op!r} alone holds {_gb(least.bytes)}, "
+               f"and there are {_gb(advice.state.capacity)}.")  # fmt: skip
+    elif not advice.changes:
         yield "None of the changes that were tried makes it fit."
 
 

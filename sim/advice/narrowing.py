@@ -183,6 +183,8 @@ class Search:
 
     def _bound(self, way: Way, other: str) -> float:
         """The most that a run may reach; what takes less time itself may exceed it, and is tried for that once."""
+        if way.asked.exceeds and not load(way.names[other]).rewrites:
+            return 0.0
         if not way.base and keeps_to_class(other):
             return min(way.most, way.in_class)
         if other and load(other).saves:

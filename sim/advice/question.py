@@ -13,6 +13,7 @@ from typing import Any
 from sim.analysis.peak_memory import home_peak
 from sim.errors import Infeasible, ProfileError, TiersimError, WorkloadError, near
 from sim.experiment import check_trace, reference_run
+from sim.floors import largest_op
 from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
@@ -23,8 +24,9 @@ from sim.sweeps.study import Cell, load_study
 from sim.trace.graph import Trace
 
 GOALS = ("throughput", "memory", "batch")
-OPEN = ("precision", "optimizer")
-"""Options of a workload that change the training itself; they are searched only where the question leaves them open."""
+OPEN = {"precision": "amp_bf16", "optimizer": "adamw_foreach"}
+"""Options of a workload that change the training itself, and what studies take where they are not given; they are
+searched only where the question leaves them open."""
 BOUND_S = 5.0
 """Seconds that solving for a bound may take; without a solution it is that of the ops alone."""
 
@@ -126,6 +128,16 @@ class Question:
         return log.end, home_peak(log)
 
     @cached_property
+    def largest_op(self) -> tuple[str, int]:
+        """The op of forward or backward that holds most, and its bytes; see `sim.floors.largest_op`."""
+        return largest_op(self.trace, self.platform)
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether one op alone holds more than the budget, so that nothing fits that does not split it."""
+        return self.largest_op[1] > self.limited.home(0).capacity
+
+    @cached_property
     def bound(self) -> LowerBound | None:
         """The least time that any plan of a class takes within the budget; None where an op can't run on its engine."""
         try:
@@ -136,7 +148,7 @@ class Question:
     @property
     def _made_of(self) -> dict[str, Any]:
         """The arguments of the trace, with what studies have in place of what is not given."""
-        usual = {"batch": 1, "sequence": 1024, "precision": "amp_bf16"}
+        usual = {"batch": 1, "sequence": 1024, "precision": OPEN["precision"]}
         return dict(self.workload) if self.is_fixed else {**usual, **self.workload}
 
     @cached_property

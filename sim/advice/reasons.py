@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sim.advice.candidates import lean
+from sim.advice.candidates import OFFLOADED, STREAMED, lean
 from sim.advice.ceiling import Ceiling
 from sim.advice.goals import candidates_for
 from sim.advice.question import Question
+from sim.advice.state import state_of
 from sim.advice.trials import Row, Trials, best, fits, setting, speed
 from sim.errors import ProfileError, WorkloadError
-from sim.hardware.profile import load_profile
+from sim.hardware.profile import load_profile, profile_names
 from sim.report.verdict import kind
+from sim.units import format_bytes
 
 NUMBER = re.compile(r"(\d+(?:\.\d+)?)(.*)", re.DOTALL)
 FACTORS = (0.5, 2.0)
@@ -22,6 +24,19 @@ FLIPPED = 1.01
 """Another policy has to be faster by this factor to count as another answer."""
 RIVALS = 3
 MATTERS = ("links.", "tiers.", "engines.")
+SMALLER = {
+    "adamw_8bit": "AdamW with 8-bit state, which is not the same update",
+    "adafactor": "Adafactor, another optimizer with a smaller state",
+    "sgd": "SGD without momentum, another optimizer without state",
+}
+"""Optimizers of less state than AdamW, those first that are nearer to it."""
+NARROWER = {"fp32": "bf16", "amp_bf16": "bf16", "mixed_bf16": "bf16", "megatron_bf16": "bf16",
+            "amp_fp16": "fp16", "mixed_fp16": "fp16"}  # fmt: skip
+"""Per precision one that keeps weights, gradients and state in 16 bits."""
+MOST_DOUBLINGS = 12
+LEANEST = (f"{STREAMED} + {OFFLOADED}", f"stronghold + {OFFLOADED}", OFFLOADED)
+"""What needs the least memory, with state on the host and without; the first few others where none is a candidate."""
+LEAST_TRIED = 3
 BESIDE_TIME = (".nominal", ".capacity")
 """Sizes of memories; the budget is asked about by itself."""
 
@@ -44,11 +59,11 @@ class Flip:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the workload with which the job fits.
+    """A change of the job with which it fits.
 
-    options: what is changed, as options of a workload.
+    options: what is changed, as options of a workload; or `budget`, in bytes, or `profile`.
     text: the same in words, with what it costs.
-    best: the fastest run found with it.
+    best: the fastest run found with it; empty for one that was not tried yet.
     """
 
     options: Mapping[str, Any]
@@ -120,42 +135,130 @@ def _rivals(winner: Row, rows: Sequence[Row]) -> list[str]:
     return [name for name in dict.fromkeys(firsts.values()) if name != winner["policy"]][:RIVALS]
 
 
-def changes(asked: Question, trials: Trials, most: int = 2) -> list[Change]:
-    """Where nothing fits: the nearest changes of the workload with which it does, those first that alter the least.
+@dataclass(frozen=True)
+class Least:
+    """The least that any of the changes tried needs for one op, and more than there is.
 
-    Each is tried with the candidates that are likely to need the least memory, and only if no change makes one of them
-    fit with all others.
+    text: the change.
+    op: the op of forward or backward that holds most.
+    bytes: what it holds.
     """
-    for rest in (False, True):
-        found: list[Change] = []
-        for options, text in _ladder(asked.workload):
-            if len(found) == most or not trials.left_s:
-                break
-            each = asked.changed(**options)
-            if not _is_made(each):
+
+    text: str
+    op: str
+    bytes: int
+
+
+def changes(asked: Question, trials: Trials, most: int = 2) -> tuple[list[Change], Least | None]:
+    """Where nothing fits: the nearest changes of the job with which something does, those first that alter the least.
+
+    Each is tried with the candidates of the least memory, then with others that are likely to need little, and only if
+    no change makes one of them fit with all others. One with which a single op still holds more than the memory is not
+    run. Beside changes of the workload one of the machine: more memory.
+
+    Returns the changes, and what the least demanding one lacks where all are of that kind.
+    """
+    possible: list[tuple[Question, Change]] = []
+    least: Least | None = None
+    for each, change in _ladder(asked):
+        if not trials.left_s:
+            break
+        if not _is_made(each):
+            continue
+        op, size = each.largest_op
+        if each.exceeds:
+            least = Least(change.text, op, size) if least is None or size < least.bytes else least
+        elif not state_of(each.trace, each.limited).exceeds_all:
+            possible.append((each, change))
+    for names_of in (_leanest, _lean, _others):
+        found: dict[int, Change] = {}
+        for i, (each, change) in _cheapest_first(possible):
+            nearer = sum(_of_machine_alone(found[j]) == _of_machine_alone(change) for j in found if j < i)
+            if nearer >= (1 if _of_machine_alone(change) else most) or not trials.left_s:
                 continue
-            names = [name for part in candidates_for(each) for name in part]
-            few = lean(names)
-            top = best(trials.run(each, [name for name in names if (name not in few) == rest], change=text))
-            if top is not None:
-                found.append(Change(options, text, top))
+            if (top := best(trials.run(each, names_of(each), change=change.text))) is not None:
+                found[i] = replace(change, best=top)
         if found:
-            return found
-    return []
+            return [_faster(possible[i][0], found[i], trials) for i in _nearest(found, most)], None
+    return [], None if possible else least
+
+
+def _cheapest_first(possible: Sequence[tuple[Question, Change]]) -> list[tuple[int, tuple[Question, Change]]]:
+    """Changes with their places in the ladder; those first whose traces take less than twice as long to run as any."""
+    few = min((each.ops for each, _ in possible), default=0)
+    return sorted(enumerate(possible), key=lambda item: item[1][0].ops > 2 * few)
+
+
+def _of_machine_alone(change: Change) -> bool:
+    """Whether a change is one of the machine, and leaves the job as it is."""
+    return bool({"budget", "profile"} & {*change.options})
+
+
+def _nearest(found: Mapping[int, Change], most: int) -> list[int]:
+    """The places of the nearest changes of the workload, and of the nearest of the machine."""
+    workload = [i for i in sorted(found) if not _of_machine_alone(found[i])]
+    machine = [i for i in sorted(found) if _of_machine_alone(found[i])]
+    return [*workload[:most], *machine[:1]]
+
+
+def _faster(asked: Question, change: Change, trials: Trials) -> Change:
+    """The same change with the fastest of those that are likely to need little memory."""
+    more = trials.run(asked, _lean(asked), change=change.text)
+    return replace(change, best=best([change.best, *more]) or change.best)
+
+
+def _leanest(asked: Question) -> list[str]:
+    every = [name for part in candidates_for(asked) for name in part]
+    return [name for name in LEANEST if name in every] or lean(every)[:LEAST_TRIED]
+
+
+def _lean(asked: Question) -> list[str]:
+    return lean([name for part in candidates_for(asked) for name in part])
+
+
+def _others(asked: Question) -> list[str]:
+    every, few = [name for part in candidates_for(asked) for name in part], _lean(asked)
+    return [name for name in every if name not in few]
 
 
 def _is_made(asked: Question) -> bool:
     """Whether there is such a workload: no chunked loss without a loss over tokens, no 4 bits for odd widths."""
     try:
-        return bool(asked.ops)
-    except WorkloadError:
+        return asked.kept is not None
+    except (ProfileError, WorkloadError):
         return False
 
 
-def _ladder(workload: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Changes to try, from those that compute the same to those that train something else."""
-    if "trace" in workload:
-        return
+def _ladder(asked: Question) -> Iterator[tuple[Question, Change]]:
+    """Changes to try, from those that compute the same to those that train something else; then more memory."""
+    if not asked.is_fixed:
+        for options, text in _of_workload(asked.workload):
+            yield asked.changed(**options), Change(options, text, {})
+    for each, options, text in _of_machine(asked):
+        yield each, Change(options, text, {})
+
+
+def _of_machine(asked: Question) -> Iterator[tuple[Question, dict[str, Any], str]]:
+    """More memory: a larger budget where one was given, else a machine of the same name with more."""
+    has, whole = asked.limited.home(0).capacity, asked.platform.home(0).capacity
+    if has < whole:
+        for size in sorted({min(has << k, whole) for k in range(1, MOST_DOUBLINGS)}):
+            yield replace(asked, budget=size), {"budget": size}, f"a budget of {format_bytes(size)}"
+    family, larger = asked.profile.partition("_")[0], list[tuple[int, str]]()
+    for name in profile_names():
+        if name != asked.profile and name.partition("_")[0] == family:
+            size = load_profile(name).home(0).capacity
+            larger += [(size, name)] if size > whole else []
+    for size, name in sorted(larger):
+        yield (
+            replace(asked, profile=name, figures={}, budget=None),
+            {"profile": name},
+            (f"{name}, a machine of {format_bytes(size)}"),
+        )
+
+
+def _of_workload(workload: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Changes of the workload; what computes the same is kept in those that do not."""
     batch, sequence = workload.get("batch", 1), workload.get("sequence", 1024)
     same: dict[str, Any] = {}
     if workload.get("generate"):  # nothing is trained
@@ -166,24 +269,47 @@ def _ladder(workload: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]
         same = {"loss": "chunked"}
         yield dict(same), "the loss in chunks, which computes the same"
     if batch > 1 and workload.get("micro_batches", 1) < batch:
-        same |= {"micro_batches": batch}
-        yield dict(same), f"gradients accumulated over {batch} micro-batches, which is the same update"
+        yield {"micro_batches": batch}, f"gradients accumulated over {batch} micro-batches, which is the same update"
+        if same:
+            same |= {"micro_batches": batch}
+            yield (
+                dict(same),
+                f"gradients accumulated over {batch} micro-batches and the loss in chunks, the same update",
+            )
+    one = {**same, **({"batch": 1, "micro_batches": 1} if batch > 1 else {})}
+    if batch > 2:
+        yield {**same, "batch": batch // 2, "micro_batches": batch // 2}, f"{batch // 2} samples per iteration"
     if batch > 1:
-        yield {"batch": 1}, "one sample per iteration"
-    if (
-        str(workload.get("optimizer", "adamw_foreach")).startswith("adamw")
-        and workload.get("optimizer") != "adamw_8bit"
-    ):
-        yield {**same, "optimizer": "adamw_8bit"}, "AdamW with 8-bit state, which is not the same update"
-    while sequence > 256:
-        sequence //= 2
-        yield {**same, "sequence": sequence}, f"{sequence} tokens per sample"
-    adapters: dict[str, Any] = {}
-    if not workload.get("lora_rank"):
-        adapters = {"lora_rank": 16}
-        yield {**same, **adapters}, "LoRA of rank 16: adapters alone are trained"
-    if workload.get("frozen_dtype") != "nf4":
-        yield {**same, **adapters, "frozen_dtype": "nf4"}, "LoRA of rank 16 beside weights of 4 bits (QLoRA)"
+        yield dict(one), "one sample per iteration"
+    optimizer = str(workload.get("optimizer", "adamw_foreach"))
+    for name, text in SMALLER.items():
+        if optimizer.startswith("adamw") and optimizer != name:
+            yield {**same, "optimizer": name}, text
+    precision = str(workload.get("precision", "amp_bf16"))
+    if precision in NARROWER:
+        narrow = NARROWER[precision]
+        yield {**same, "precision": narrow}, f"all in {narrow}, without weights in fp32: it trains with less precision"
+    shorter = [length for k in range(1, 16) if (length := sequence >> k) >= 128]
+    for length in shorter:
+        yield {**same, "sequence": length}, f"{length} tokens per sample"
+    if workload.get("lora_rank") and workload.get("frozen_dtype") == "nf4":
+        adapters: dict[str, Any] = {}
+    elif workload.get("lora_rank"):
+        adapters = {"frozen_dtype": "nf4"}
+        yield {**same, **adapters}, "weights of 4 bits beside the adapters (QLoRA)"
+    else:
+        yield {**same, "lora_rank": 16}, "LoRA of rank 16: adapters alone are trained"
+        adapters = {"lora_rank": 16, "frozen_dtype": "nf4"}
+        yield {**same, **adapters}, "LoRA of rank 16 beside weights of 4 bits (QLoRA)"
+    for length in shorter:
+        yield {**one, **adapters, "sequence": length}, f"LoRA beside weights of 4 bits, one sample of {length} tokens"
+    if precision in NARROWER:
+        narrow = NARROWER[precision]
+        for length in (sequence, *shorter):
+            yield (
+                {**one, **adapters, "sequence": length, "precision": narrow},
+                (f"LoRA beside weights of 4 bits, all else in {narrow}, one sample of {length} tokens"),
+            )
 
 
 def above(row: Row, most: Ceiling) -> float:

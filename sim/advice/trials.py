@@ -231,7 +231,7 @@ def micro_batches(row: Mapping[str, Any]) -> int:
 
 def setting(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a search may choose of a row's workload, or of a workload, beside its batch."""
-    return micro_batches(row), *(row.get(name) for name in OPEN)
+    return micro_batches(row), *(row.get(name) or usual for name, usual in OPEN.items())
 
 
 def way(row: Mapping[str, Any]) -> tuple[Any, ...]:
