@@ -1,7 +1,11 @@
-"""What a comparison says in two lines: which policy is the fastest and what it does, and what the others cost."""
+"""What a comparison says in two lines: which policy is the fastest and what it does, and what the others cost.
+
+Of several jobs: in how many each is the fastest.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from sim.report.cells import MODEL_ERROR, Row, clock, ordered, percent, size, standings, total
@@ -90,6 +94,36 @@ def verdict_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR, *, bina
     why = does(top, binary=binary)
     near = _near(top.get("above_bound"))
     return [f"{first}{least}{f'; {why}' if why else ''}{near}.", *_others(fitting, model_error)]
+
+
+def winners_lines(jobs: Sequence[Sequence[Row]], model_error: float = MODEL_ERROR) -> list[str]:
+    """How many of several jobs each policy is the fastest in; no line where one policy alone was run.
+
+    jobs: per job its rows, see `sim.report.cells`; several of one policy (with other parameters, or another seed) count
+        as that policy.
+    model_error: see `verdict_lines`.
+    """
+    if len({row["policy"] for rows in jobs for row in rows}) < 2:
+        return []
+    first, near, empty = Counter[str](), Counter[str](), 0
+    for rows in jobs:
+        fitting = [row for row in ordered(rows) if row["fits"]]
+        if not fitting:
+            empty += any(row["fits"] is False for row in rows)
+            continue
+        top, limit = fitting[0], (1 + model_error) * fitting[0]["makespan_ns"]
+        first[top["policy"]] += 1
+        near.update({str(row["policy"]) for row in fitting if row["makespan_ns"] <= limit} - {str(top["policy"])})
+    lines = []
+    if first:
+        (name, count), *rest = first.most_common(NAMED)
+        others = "".join(f", {other} in {wins}" for other, wins in rest)
+        lines.append(f"{name} is the fastest in {count} of {len(jobs)} jobs{others}.")
+    if near:
+        names = ", ".join(f"{name} in {count}" for name, count in near.most_common(NAMED))
+        error = f"{percent(model_error)}{measured_on(model_error)}"
+        lines.append(f"Not told from the fastest (within the model's own error of {error}): {names}.")
+    return [*lines, *([f"No policy fits in {empty} of {len(jobs)} jobs."] if empty else [])]
 
 
 def _near(above: float | None) -> str:

@@ -82,6 +82,24 @@ def test_all_text_can_be_read_whatever_is_open_or_off(visit, compared, size, sch
     assert looks(page) == []
 
 
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("apart", [0, 3e-6, 4e-3])
+def test_the_axes_of_runs_that_nearly_equal_each_other_have_no_text_twice(visit, folder, size, apart):
+    """Planners that use the memory that they have: their peaks differ by bytes."""
+    rows = [
+        {"id": f"run{i}", "policy": f"policy_{i}", "fits": True, "makespan_ns": int(1e9 * (1 + apart * i)),
+         "peak_bytes": int(1e9 * (1 - apart * i)), "devices": 1, "capacity_bytes": 10**9}
+        for i in range(4)
+    ]  # fmt: skip
+    made = write_table_page(TableView("a comparison", ("policy",), rows), folder / f"equal-{apart}.html")
+    page = visit(made, size=size, script=LOOKS)
+    assert looks(page, "canvasFaults") == []
+    told = [text["text"] for text in page.evaluate("drawnOn(document.querySelector('.scatter canvas'))")["texts"]]
+    ticks = [text for text in told if text[0].isdigit()]
+    assert len(ticks) > 4
+    assert len(ticks) == len(set(ticks))
+
+
 @pytest.mark.parametrize("count", [3, 8, 16, 25, 40, 60])
 def test_no_name_lies_on_a_line_a_marker_or_a_name(visit, folder, count):
     """The front and the budget are drawn, which many runs touch; small comparisons name their runs."""

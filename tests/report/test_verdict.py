@@ -7,7 +7,7 @@ import pytest
 from sim.hardware.profile import load_profile
 from sim.report.cells import failure_lines
 from sim.report.footer import Footer, footer_lines
-from sim.report.verdict import difference, does, kind, verdict_lines
+from sim.report.verdict import difference, does, kind, verdict_lines, winners_lines
 
 MS, GB = 10**6, 10**9
 
@@ -71,6 +71,22 @@ def test_where_nothing_fits_the_least_need_is_named():
     ]
     assert verdict_lines([misfit("c")]) == ["c does not fit."]
     assert verdict_lines([{"policy": "a", "fits": None, "error": "needs a host"}]) == []
+
+
+def test_of_several_jobs_it_counts_in_how_many_each_policy_is_the_fastest():
+    jobs = [
+        [row("a", 100), row("b", 102), misfit("c")],
+        [row("a", 100), row("b", 150), row("c", 120)],
+        [row("b", 90), row("a", 91)],
+        [misfit("a"), misfit("b", 9 * GB)],
+    ]
+    assert winners_lines(jobs, 0.05) == [
+        "a is the fastest in 2 of 4 jobs, b in 1.",
+        "Not told from the fastest (within the model's own error of 5.0 %): b in 1, a in 1.",
+        "No policy fits in 1 of 4 jobs.",
+    ]
+    assert winners_lines([[row("a", 100)], [row("a", 200)]], 0.05) == []
+    assert winners_lines([[row("a", 100)], [row("b", 200)]], 0) == ["a is the fastest in 1 of 2 jobs, b in 1."]
 
 
 def test_what_costs_more_is_named_largest_first_and_trifles_are_not():

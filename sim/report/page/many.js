@@ -48,6 +48,7 @@ function tablePage(table, about, colours) {
       .map((name) => column(name)).map(([name, title, kind]) => [title, valueText(values[name][row], kind)]).filter(([, said]) => said !== NONE)],
     open: (row) => { location.hash = address(row); },
   });
+  const hasFront = table.verdict.length > 0 || table.facets.length > 0;
   const column = (name) => table.columns.find(([each]) => each === name);
   const holder = el("div");
   const found = el("span", { class: "span", role: "status" });
@@ -112,7 +113,7 @@ function tablePage(table, about, colours) {
     pictures.classList.toggle("several", drawn.length > 1);
     pictures.replaceChildren(...drawn.map(([name]) => panels.get(name).root));
     for (const [name, rows] of drawn) panels.get(name).picture.show(rows.map((row) => point(row, rows.length)), {
-      limit: budgetOf(rows), front: table.verdict.length > 0 || (table.facets.length > 0 && budgetOf(rows) !== null),
+      limit: budgetOf(rows), front: hasFront,
     });
   }
 
@@ -156,7 +157,7 @@ function tablePage(table, about, colours) {
       },
     }, markerSign(colour, shape), name)));
 
-  const picture = card("Time against memory", { hint: `Hollow: a reconstruction, detail of the published system was not public.${table.verdict.length || table.facets.length ? " Dotted: the runs that no other beats in both time and peak." : ""} A click opens a run.` }, legend, pictures, rest);
+  const picture = card("Time against memory", { hint: `Hollow: a reconstruction, detail of the published system was not public.${hasFront ? " Dotted: the runs that no other beats in both time and peak." : ""} A click opens a run.` }, legend, pictures, rest);
   const runs = card("Runs", { id: "runs", tools: el("div", { class: "tools" }, found, filter, picker) }, holder,
     table.notes.length ? el("ul", { class: "notes" }, [
       ...(table.same.some(Boolean) ? [`≈ not distinguishable from the fastest on the same job: within the model's own error of ${percentText(table.model_error)}${table.model_error_on}`] : []),

@@ -59,7 +59,7 @@ function factsCard(facts, notes) {
 }
 
 function commandCard(command) {
-  return command ? card("Again", {}, el("pre", { tabindex: "0" }, el("code", {}, command))) : null;
+  return command ? card("Reproduce", {}, el("pre", { class: "command", tabindex: "0" }, el("code", {}, command))) : null;
 }
 
 function badge(text, kind = "") {

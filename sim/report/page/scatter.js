@@ -40,8 +40,10 @@ function markerSign(colour, shape) {
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 const policyInk = (colour) => (colour === "#000000" ? ink() : colour);
 
-// A scale from values to 0..1 with its ticks: logarithmic where they differ by more than a factor.
-function scaleOf(values, room, factor) {
+const LEAST = 0.01; // the least that an axis spans, as a part of its values: less is no difference that counts
+
+// A scale from values to 0..1 with its ticks and their texts: logarithmic where they differ by more than a factor.
+function scaleOf(values, room, factor, units) {
   let [low, high] = [Infinity, -Infinity];
   for (const value of values) {
     if (value < low) low = value;
@@ -55,12 +57,15 @@ function scaleOf(values, room, factor) {
     for (let power = Math.floor(a / Math.LN10); power <= b / Math.LN10; power++) {
       for (const n of steps) if (n * 10 ** power >= Math.exp(a) && n * 10 ** power <= Math.exp(b)) found.push(n * 10 ** power);
     }
-    return { at: (value) => (Math.log(value) - a) / (b - a), ticks: found };
+    return { at: (value) => (Math.log(value) - a) / (b - a), ticks: found, texts: found.map((value) => inUnit(value, units, 3)) };
   }
+  const middle = (low + high) / 2;
+  if (high - low < LEAST * middle) [low, high] = [middle * (1 - LEAST / 2), middle * (1 + LEAST / 2)];
   const spare = 0.08 * (high - low) || 0.1 * high || 1;
   const start = low - spare < 0.3 * high ? 0 : low - spare;
   const end = high + spare;
-  return { at: (value) => (value - start) / (end - start), ticks: ticks(start, end, room).found };
+  const { step, found } = ticks(start, end, room);
+  return { at: (value) => (value - start) / (end - start), ticks: found, texts: tickTexts(found, step, units) };
 }
 
 // The points that no other beats in both, by time.
@@ -135,29 +140,29 @@ class Scatter {
     context.font = "12px system-ui, sans-serif";
     const [right, top, bottom] = [16, 12, 48];
     const h = height - top - bottom;
-    const ys = scaleOf([...this.points.map((p) => p.y), ...(this.limit ? [this.limit] : [])], h / 50, 20);
-    const sizes = ys.ticks.map((value) => context.measureText(bytesText(value, 3)).width);
+    const ys = scaleOf([...this.points.map((p) => p.y), ...(this.limit ? [this.limit] : [])], h / 50, 20, BYTES);
+    const sizes = ys.texts.map((said) => context.measureText(said).width);
     const left = Math.ceil(Math.max(38, ...sizes)) + 30; // the ticks' texts, and the axis's own name beside them
     const w = width - left - right;
-    const xs = scaleOf(this.points.map((p) => p.x), w / 90, 5);
+    const xs = scaleOf(this.points.map((p) => p.x), w / 90, 5, TIMES);
     context.strokeStyle = shade("--line");
     context.fillStyle = shade("--soft");
     context.lineWidth = 1;
     context.textAlign = "center";
     context.beginPath();
-    for (const value of xs.ticks) {
+    for (const [i, value] of xs.ticks.entries()) {
       const x = Math.round(left + xs.at(value) * w) + 0.5;
       context.moveTo(x, top);
       context.lineTo(x, top + h);
-      const half = context.measureText(timeText(value, 3)).width / 2;
-      context.fillText(timeText(value, 3), Math.min(x, width - half - 2), top + h + 17);
+      const half = context.measureText(xs.texts[i]).width / 2;
+      context.fillText(xs.texts[i], Math.min(x, width - half - 2), top + h + 17);
     }
     context.textAlign = "right";
-    for (const value of ys.ticks) {
+    for (const [i, value] of ys.ticks.entries()) {
       const y = Math.round(top + h - ys.at(value) * h) + 0.5;
       context.moveTo(left, y);
       context.lineTo(left + w, y);
-      context.fillText(bytesText(value, 3), left - 8, y + 4);
+      context.fillText(ys.texts[i], left - 8, y + 4);
     }
     context.stroke();
     context.textAlign = "center";
@@ -227,7 +232,7 @@ class Scatter {
     const width = context.measureText(said).width;
     const markers = this.places.map(([px, py]) => [px - 7, py - 7, px + 7, py + 7]);
     const spots = [];
-    for (const base of [y - 5, y + 14]) {
+    for (const base of [y - 5, y + 14, y - 12, y + 21]) { // beside the line, then beyond the markers on it
       for (let x = right - width - 4; x >= left + 4; x -= 20) spots.push([x - 2, base - 11, x + width + 2, base + 3]);
     }
     const free = (box) => box[1] >= top && box[3] <= bottom && ![...taken, ...markers].some((other) => meets(box, other));

@@ -12,7 +12,7 @@ from sim.report.cells import MODEL_ERROR, device_ns, key_lines, name_of, standin
 from sim.report.colours import policy_colour, policy_marker
 from sim.report.error_bars import error_lines, measured_on
 from sim.report.page.run import SCOPE, RunView, SavedView, facts_data
-from sim.report.verdict import verdict_lines
+from sim.report.verdict import verdict_lines, winners_lines
 
 Row = Mapping[str, Any]
 
@@ -63,7 +63,7 @@ def table_data(view: TableView) -> dict[str, Any]:
         "title": view.title,
         "subtitle": view.subtitle,
         "lead": view.lead,
-        "verdict": verdict_lines(_summed(view.rows)) if not differ or differ == ["policy"] else [],
+        "verdict": _verdict(view, differ),
         "command": view.command,
         "ids": [row["id"] for row in rows],
         "columns": [
@@ -120,14 +120,26 @@ def _sum(row: Row, key: str) -> int | None:
     return sum(value or 0 for name, value in row.items() if name.startswith(f"{key}."))
 
 
-def _over_fastest(rows: Sequence[Row], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Per row its slowdown against the fastest policy on the same job, and whether it can be told from it."""
+def _verdict(view: TableView, differ: Sequence[str]) -> list[str]:
+    """Of one job what `compare` ends with, of several in how many each policy is the fastest."""
+    if not differ or differ == ["policy"]:
+        return verdict_lines(_summed(view.rows))
+    return winners_lines(_jobs(_summed(view.rows), view.labels))
+
+
+def _jobs(rows: Sequence[Row], labels: Sequence[str]) -> list[list[Row]]:
+    """The rows of each job: what differs in the policy alone."""
     job = [name for name in labels if name != "policy" and not name.startswith("policy.")]
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(str(row.get(name)) for name in job), []).append(row)
+    return list(groups.values())
+
+
+def _over_fastest(rows: Sequence[Row], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Per row its slowdown against the fastest policy on the same job, and whether it can be told from it."""
     found = {}
-    for group in groups.values():
+    for group in _jobs(rows, labels):
         fitting = [{**row, "policy": row["id"]} for row in group if row["fits"]]
         for id, standing in standings(fitting).items():
             found[id] = {"over_fastest": standing.over, "same": standing.same and standing.over > 0}

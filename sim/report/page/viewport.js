@@ -58,10 +58,10 @@ function ticks(start, end, count) {
   return { step, found };
 }
 
-// Texts of times that differ by `step`: one unit, as many digits as the step needs.
-function tickTexts(times, step) {
+// Texts of times, or of others that have units, that differ by `step`: one unit, as many digits as the step needs.
+function tickTexts(times, step, units = TIMES) {
   const largest = Math.max(...times.map(Math.abs), step);
-  const [one, unit] = TIMES.find(([size]) => largest >= size) || TIMES[TIMES.length - 1];
+  const [one, unit] = units.find(([size]) => largest >= size) || units[units.length - 1];
   const places = Math.max(0, Math.min(9, -Math.floor(Math.log10(step / one) + 1e-9)));
   return times.map((time) => `${(time / one).toLocaleString("en-US",
     { minimumFractionDigits: places, maximumFractionDigits: places })} ${unit}`);
