@@ -638,6 +638,29 @@ def test_a_reference_names_a_function(tmp_path, monkeypatch):
             capture_from_reference(reference)
 
 
+def test_what_a_script_has_in_place_of_a_step_is_named_with_what_to_write(tmp_path, monkeypatch):
+    """A training script whose step takes its batch from a loop, and whose model lies beside it."""
+    (tmp_path / "my_script.py").write_text(
+        textwrap.dedent("""
+            import torch
+            from torch import nn
+
+            model = nn.Linear(8, 1)
+
+            def train_step(x, *, y, scale=1):
+                (model(x) - y).square().mean().backward()
+        """)
+    )
+    monkeypatch.chdir(tmp_path)
+    for reference, message in (
+        ("my_script:train_step", "nobody gives the function its x, y: .* as in def train_step\\(batch=8\\)"),
+        ("my_script:model", "this is the module Linear and no training step: let it train a module, or return a dict"),
+        ("my_script:go", "no function 'go' \\(valid: 'train_step'\\)$"),
+    ):
+        with pytest.raises(WorkloadError, match=message):
+            capture_from_reference(reference)
+
+
 class Choosy(nn.Module):
     def __init__(self):
         super().__init__()

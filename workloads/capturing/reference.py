@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import TiersimError, WorkloadError, near
+from workloads.capturing.held import DESCRIBED
 from workloads.capturing.places import line_of, way_out
 
 NAME = "captured_reference"
@@ -57,13 +58,25 @@ def opened(reference: str) -> Iterator[Callable[[], Callable[..., Any]]]:
 def called(function: Callable[..., Any], reference: str, sizes: Mapping[str, Any]) -> Any:
     """What a reference's function returns at these sizes.
 
-    Raises Unsized for a size that it does not take.
+    Raises Unsized for a size that it does not take, and WorkloadError for a parameter that nobody gives it.
     """
     parameters = signature(function).parameters
     for size in sizes:
         if size not in parameters and not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
             takes = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
             raise Unsized(f"{reference!r}: {size}: the function needs a parameter of this name, and {takes}")
+    missing = [
+        name
+        for name, each in parameters.items()
+        if each.default is Parameter.empty
+        and each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        and name not in sizes
+    ]
+    if missing:
+        raise WorkloadError(
+            f"{reference!r}: nobody gives the function its {', '.join(missing)}: let it make its batch itself, under a "
+            f"size with a default, as in def {getattr(function, '__name__', 'step')}(batch=8)"
+        )
     return function(**sizes)
 
 
@@ -116,7 +129,16 @@ def _load(spec: Any, reference: str, name: str) -> Callable[..., Any]:
         spec.loader.exec_module(source)
     function: Callable[..., Any] | None = getattr(source, name, None)
     if function is None or not callable(function):
-        known = [each for each, value in vars(source).items() if each[0] != "_" and callable(value)]
-        hint = near(name, known) if known else f"; there is none in {where}"
+        own = [key for key, each in vars(source).items() if key[0] != "_" and _is_own(each, spec.name)]
+        hint = near(name, own) if own else f"; there is none in {where}"
         raise WorkloadError(f"{reference!r}: no function {name!r}{hint}")
+    if hasattr(function, "named_parameters") and not isinstance(function, type):
+        raise WorkloadError(
+            f"{reference!r}: this is the module {type(function).__name__} and no training step: {DESCRIBED}"
+        )
     return function
+
+
+def _is_own(value: Any, module: str) -> bool:
+    """Whether a file defines this function or class itself."""
+    return callable(value) and getattr(value, "__module__", None) == module and hasattr(value, "__qualname__")
