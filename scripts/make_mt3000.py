@@ -30,6 +30,7 @@ from scripts.mt3000_page.findings import (
     predictions,
     pressure,
     shares,
+    turning_rate,
     without_room,
 )
 from scripts.mt3000_page.words import WORDS
@@ -65,6 +66,9 @@ def facts(data: Mapping[str, Any], words: tables.Words) -> dict[str, Any]:
         "seed": study.SEED,
         "figures": len(figures),
         "first": figures[0][0],
+        "turned": round(study.DRAWS * recomputes / 100),
+        "turns_at": turning_rate(rates),
+        "assumed_rate": where["GPT-2 medium", "mt3000_survey", ()].rate / 1e9,
         "right": sum(each[-1] for each in made),
         "predicted": len(made),
         "wrong": _wrong(made, words),

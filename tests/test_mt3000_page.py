@@ -8,7 +8,7 @@ import pytest
 
 from scripts.make_mt3000 import PAGES, page
 from scripts.mt3000_page import study
-from scripts.mt3000_page.findings import Cell, pressure
+from scripts.mt3000_page.findings import Cell, cells, pressure, turning_rate
 from sim import simulate
 from sim.errors import Infeasible
 
@@ -58,3 +58,15 @@ def test_pressure_is_the_time_to_copy_over_a_third_of_the_iteration():
     run = study.Run("machines", name, "mt3000_survey", {}, ("keep_all",))
     cell = Cell({"budget": wanted - 4 * 10**9, "rate": 2 * 10**9, "rows": rows}, run)
     assert pressure(cell) == pytest.approx(2.0)  # 2 s to copy 4 GB, 1 s of forward
+
+
+def test_the_answer_turns_between_the_rates_at_which_another_is_the_faster():
+    """Read from the sweep's rows: the fastest that only copies, and the fastest that only recomputes, at each rate."""
+    copying = {}
+    for (job, _, _), cell in cells(study.load(), "rates").items():
+        ran = {name: row["makespan_ns"] for name, row in cell.rows.items() if row["fits"]}
+        if job == "GPT-2 medium":
+            recomputing = min(ran[name] for name in ("full_recompute", "sac_knapsack") if name in ran)
+            copying[cell.rate / 1e9] = min(ran[name] for name in ("swap_all", "g10") if name in ran) < recomputing
+    slower, faster = (max(r for r, wins in copying.items() if not wins), min(r for r, wins in copying.items() if wins))
+    assert slower < turning_rate(cells(study.load(), "rates")) < faster

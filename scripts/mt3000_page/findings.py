@@ -98,6 +98,13 @@ def crossing(found: Cells) -> dict[str, float]:
     return crossed
 
 
+def turning_rate(rates: Cells, job: str = "GPT-2 medium") -> float:
+    """The rate in GB/s, each way, at which copying alone and recomputing alone take as long for a job of the sweep."""
+    border = crossing(rates)[job]
+    (at, rate), *_ = [(pressure(cell) or 0.0, cell.rate) for (name, _, _), cell in rates.items() if name == job]
+    return at * rate / border / 1e9
+
+
 def predictions(found: Cells, at: float) -> list[Prediction]:
     """(job, machine, pressure, faster kind, whether the axis said so) of cells that were not used to find `at`."""
     made = []
