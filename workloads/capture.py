@@ -278,8 +278,10 @@ def _recorded(
     for tuned in optimizers if recorder.cuda else ():
         _prefer_foreach(tuned)
     with _named_errors("the step"):
-        for warm in warming:
+        for warm in warming[:-1]:
             warm()
+        for warm in warming[-1:]:
+            recorder.rehearse(warm)
         gc.collect()
         recorder.begin()
         iteration()

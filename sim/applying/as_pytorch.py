@@ -20,6 +20,7 @@ from sim.solvers.checkpoints import (
     cached_casts,
     cached_results,
     held_by,
+    named,
     outside_of,
     region_reruns,
 )
@@ -121,7 +122,7 @@ def checkpointed(trace: Trace, checkpoints: Sequence[Checkpoint]) -> Plan:
     # what enters a checkpoint inside another is recomputed by that one, which lets it go once it is read
     held = held_by(index, region_reruns(index, regions, keep=keep, before="saved"))
     longer = hold_longer(hold_longer(trace, held.until), cached_results(index, regions, keep, reruns))
-    hold = {**held.drops, **cached_casts(index, regions)}
+    hold = {**named(index, regions), **held.drops, **cached_casts(index, regions)}
     schedule = schedule_of(TraceIndex(longer), by_anchor(reruns), hold=hold, once_recomputed=held.handed)
     return Plan(longer, schedule.actions())
 

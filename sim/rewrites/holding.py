@@ -1,10 +1,13 @@
-"""Release points of a rewritten trace: where it releases the tensors that the old trace held."""
+"""Release points of a rewritten trace: where it releases the tensors that the old trace held.
+
+Likewise where the program's variables let go of what autograd goes on to hold (`Op.unbinds`).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
@@ -26,6 +29,9 @@ from sim.trace.origin import (
     leaves,
 )
 
+POINTS = ("releases", "unbinds")
+"""Columns of ops that name tensors of which the program lets go."""
+
 Turn = tuple[int, tuple[int, int, int] | None]
 """Iteration and microbatches (first, stop, count; None for all) of the first base."""
 
@@ -37,11 +43,19 @@ def carry_releases(old: Trace, new: Trace, origin: Origin) -> Trace:
     point, in the same iteration and microbatch and on the same device. If that op is on another device or left out,
     the tensor is held until the last preceding op on this device. Tensors that a rewrite adds (a received copy, an
     encoding) and tensors whose storage is taken over are not held; where that only gives a value another name, the last
-    name is held.
+    name is held. What variables let go of is found in the same way.
     """
-    assert new.origin is not None
     places = _Places(new, origin)
-    order = {t: (rank, op) for rank, (t, op) in enumerate(points(old))}
+    columns = {"releases": released_by(new, _carried(old, new, origin, places, "releases"))}
+    if old.op_columns.unbinds:
+        columns["unbinds"] = unbound_by(new, _carried(old, new, origin, places, "unbinds"))
+    return _with(new, columns)
+
+
+def _carried(old: Trace, new: Trace, origin: Origin, places: _Places, key: str) -> list[tuple[int, int]]:
+    """The points of a new trace that stand for those of the old one, as (tensor, op) in order."""
+    assert new.origin is not None
+    order = {t: (rank, op) for rank, (t, op) in enumerate(points(old, key))}
     release_points: list[tuple[int, int, int]] = []
     for t, expr in enumerate(origin.tensors):
         producer, name = int(new.producer[t]), _last_name(new, origin, t)
@@ -52,7 +66,7 @@ def carry_releases(old: Trace, new: Trace, origin: Origin) -> Trace:
         ends = [(places.last(op, leaf.iteration, turn, device), rank) for leaf, rank, op in held]
         if ends:
             release_points.append((*max(ends), name))
-    return with_releases(new, [(t, op) for op, _, t in sorted(release_points)])
+    return [(t, op) for op, _, t in sorted(release_points)]
 
 
 def _last_name(new: Trace, origin: Origin, tensor: int) -> int:
@@ -64,14 +78,28 @@ def _last_name(new: Trace, origin: Origin, tensor: int) -> int:
     return tensor
 
 
-def points(trace: Trace) -> list[tuple[int, int]]:
-    """All release points of a trace as (tensor, op), in order."""
-    return [(t, op) for op, tensors in sorted(trace.op_columns.releases.items()) for t in tensors]
+def has_points(trace: Trace) -> bool:
+    """Whether the program holds anything beyond its last reader, or names what autograd holds."""
+    return bool(trace.op_columns.releases or trace.op_columns.unbinds)
+
+
+def points(trace: Trace, key: str = "releases") -> list[tuple[int, int]]:
+    """All release points of a trace as (tensor, op), in order; with "unbinds" those where variables let go."""
+    return [(t, op) for op, tensors in sorted(getattr(trace.op_columns, key).items()) for t in tensors]
 
 
 def with_releases(trace: Trace, wanted: Iterable[tuple[int, int]]) -> Trace:
     """The same trace with only these release points, given as for `released_by`."""
-    ops = replace(trace.op_columns, releases=released_by(trace, wanted))
+    return _with(trace, {"releases": released_by(trace, wanted)})
+
+
+def with_points(trace: Trace, released: Iterable[tuple[int, int]], unbound: Iterable[tuple[int, int]]) -> Trace:
+    """The same trace with only these points, given as for `released_by`."""
+    return _with(trace, {"releases": released_by(trace, released), "unbinds": unbound_by(trace, unbound)})
+
+
+def _with(trace: Trace, columns: Mapping[str, Mapping[int, tuple[int, ...]]]) -> Trace:
+    ops = replace(trace.op_columns, **columns)  # type: ignore[arg-type]
     return Trace(
         trace.tensor_columns, ops, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin
     )
@@ -89,6 +117,15 @@ def released_by(trace: Trace, wanted: Iterable[tuple[int, int]]) -> dict[int, tu
         if op >= last_use[t] and t not in kept:
             releases[op].append(t)
     return {op: tuple(tensors) for op, tensors in sorted(releases.items())}
+
+
+def unbound_by(trace: Trace, wanted: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    """The tensors of which variables let go at the end of each op, given (tensor, op); impossible ones are left out."""
+    unbinds: dict[int, list[int]] = defaultdict(list)
+    for t, op in wanted:
+        if 0 <= trace.producer[t] <= op:
+            unbinds[op].append(t)
+    return {op: tuple(tensors) for op, tensors in sorted(unbinds.items())}
 
 
 class _Places:

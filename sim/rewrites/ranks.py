@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sim.rewrites.experts import EXPERTS, is_of_weight, row_span
-from sim.rewrites.holding import carry_releases
+from sim.rewrites.holding import carry_releases, has_points
 from sim.rewrites.rewriter import slice_of
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
@@ -67,7 +67,7 @@ def all_ranks(trace: Trace) -> Trace:
     outputs = [each for t in trace.outputs for each in ids[t]]
     carry = [pair for a, b in trace.carry for pair in zip(ids[a], ids[b], strict=True)]
     new = builder.build(outputs=outputs, carry=carry, origin=whole)
-    return new if not trace.op_columns.releases else carry_releases(trace, new, _copies(trace, ranks))
+    return new if not has_points(trace) else carry_releases(trace, new, _copies(trace, ranks))
 
 
 def _group(op: Op, rank: int, origin: Origin) -> str:

@@ -17,7 +17,7 @@ from sim.errors import TraceError, near
 from sim.rewrites.batching import split_batch
 from sim.rewrites.encoding import Codec, encode
 from sim.rewrites.fuse import fuse
-from sim.rewrites.holding import points, released_by, with_releases
+from sim.rewrites.holding import POINTS, has_points, points, released_by, with_points
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.rewriter import Rewriter, with_columns
 from sim.rewrites.split import pack_tensors, split_tensors
@@ -55,15 +55,17 @@ def reorder(trace: Trace, order: Sequence[int | str]) -> Trace:
     origin = Origin.identity(trace)
     new = Trace(
         trace.tensor_columns,
-        replace(_pick(trace, ids), releases={}),
+        replace(_pick(trace, ids), releases={}, unbinds={}),
         outputs=trace.outputs,
         carry=trace.carry,
         meta=trace.meta,
         origin=replace(origin, ops=tuple(origin.ops[i] for i in ids)),
     )
     place = {op: i for i, op in enumerate(ids)}
-    held = sorted((place[op], rank, t) for rank, (t, op) in enumerate(points(trace)))
-    return with_releases(new, [(t, op) for op, _, t in held]) if held else new
+    if not has_points(trace):
+        return new
+    ends = (sorted((place[op], rank, t) for rank, (t, op) in enumerate(points(trace, key))) for key in POINTS)
+    return with_points(new, *([(t, op) for op, _, t in each] for each in ends))
 
 
 def cut(trace: Trace, n_ops: int) -> Trace:
@@ -95,14 +97,16 @@ def cut(trace: Trace, n_ops: int) -> Trace:
     origin = Origin.identity(trace)
     whole = Trace(
         replace(t, **columns),  # type: ignore[arg-type]
-        replace(ops, read_ids=new[ops.read_ids], write_ids=new[ops.write_ids], releases={}),
+        replace(ops, read_ids=new[ops.read_ids], write_ids=new[ops.write_ids], releases={}, unbinds={}),
         outputs=list(new_outputs.values()),
         carry=[(new_outputs[last], int(new[first])) for last, first in trace.carry if last in new_outputs],
         meta=trace.meta,
         origin=replace(origin, tensors=tuple(origin.tensors[i] for i in left.tolist()), ops=origin.ops[:count]),
     )
-    held = [(int(new[t]), min(op, count - 1)) for t, op in points(trace) if new[t] >= 0]
-    return with_releases(whole, held) if held else whole
+    if not has_points(trace):
+        return whole
+    ends = ([(int(new[t]), min(op, count - 1)) for t, op in points(trace, key) if new[t] >= 0] for key in POINTS)
+    return with_points(whole, *ends)
 
 
 def _pick(trace: Trace, ids: Sequence[int]) -> OpColumns:

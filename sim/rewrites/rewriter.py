@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sim.rewrites.holding import carry_releases
+from sim.rewrites.holding import carry_releases, has_points
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.op import Op
@@ -107,7 +107,7 @@ class Rewriter:
         of_ranks = ranks, dealt, tensor, steps, experts, context
         origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, *of_ranks)
         new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=origin.over(self.trace))
-        return new if not self.trace.op_columns.releases else carry_releases(self.trace, new, origin)
+        return new if not has_points(self.trace) else carry_releases(self.trace, new, origin)
 
 
 def with_columns(trace: Trace, **columns: Any) -> Trace:

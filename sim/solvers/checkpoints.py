@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -209,24 +209,45 @@ def cached_casts(index: TraceIndex, regions: Sequence[Region]) -> dict[int, int]
     PyTorch's autocast casts each weight that is trained once and keeps the copy until its context is left, which is
     after the forward pass and the loss. It casts a frozen weight for each use and keeps no copy.
     """
+    held: dict[int, int] = {}
+    trained = _trained(index)
+    for region, last in _forward_ends(index, regions):
+        for op in region.forward:
+            if _casts_weights(index, op) and trained[index.reads[op]].all():
+                held.update(dict.fromkeys(index.writes[op], last))
+    return held
+
+
+def named(index: TraceIndex, regions: Sequence[Region]) -> dict[int, int]:
+    """Results of regions and the op until whose end a variable of the program holds them, in the same forward pass.
+
+    A checkpoint keeps nothing of what autograd saves, but the function in it is the same and has its variables. Copies
+    of weights are apart (`cached_casts`).
+    """
+    held: dict[int, int] = {}
+    for region, last in _forward_ends(index, regions):
+        for op in region.forward:
+            for t in index.writes[op] if not _casts_weights(index, op) else ():
+                end = index.unbound[t] if index.unbound[t] >= 0 else index.released[t]
+                if op < end <= last:
+                    held[t] = end
+    return held
+
+
+def _forward_ends(index: TraceIndex, regions: Sequence[Region]) -> Iterator[tuple[Region, int]]:
+    """Each region with the last forward op of its device before the next backward."""
     c = index.trace.op_columns
     ends: dict[int, NDArray[np.int64]] = {}
     forward: dict[int, NDArray[np.int64]] = {}
     for device in range(index.trace.devices):
         ends[device] = np.flatnonzero((c.device == device) & (c.phase == BACKWARD))
         forward[device] = np.flatnonzero((c.device == device) & (c.phase == FORWARD))
-    held: dict[int, int] = {}
-    trained = _trained(index)
     for region in regions:
         device = index.device[region.forward[0]]
         later, own = ends[device], forward[device]
         after = later[np.searchsorted(later, region.forward[-1]) :]
         stop = int(after[0]) if len(after) else len(index.reads)
-        last = int(own[np.searchsorted(own, stop) - 1])
-        for op in region.forward:
-            if _casts_weights(index, op) and trained[index.reads[op]].all():
-                held.update(dict.fromkeys(index.writes[op], last))
-    return held
+        yield region, int(own[np.searchsorted(own, stop) - 1])
 
 
 def _casts_weights(index: TraceIndex, op: int) -> bool:
@@ -310,6 +331,7 @@ def held_by(index: TraceIndex, reruns: Sequence[Rerun], *, reentrant: bool = Fal
 def _handed_over(index: TraceIndex, recomputed: Collection[int]) -> dict[int, int]:
     """Per recomputed tensor that a node holds while its gradients are cast and summed, the last op that is its own."""
     handed: dict[int, int] = {}
+    fits = np.isin(index.trace.op_columns.kind, [KIND_CODE[kind] for kind in ("copy", "reduce")])
     for op, tensors in index.releases.items():
         saved = [t for t in tensors if t in recomputed and index.phase[index.trace.last_use[t]] == BACKWARD]
         if not saved or index.phase[op] != BACKWARD:
@@ -318,7 +340,7 @@ def _handed_over(index: TraceIndex, recomputed: Collection[int]) -> dict[int, in
         made = {w for t in saved for r in index.trace.readers(t) if r <= last for w in index.writes[r]}
         for after in range(last + 1, op + 1):
             reads = index.reads[after]
-            if made.isdisjoint(reads) or index.trace.op_columns.flops[after] or any(is_saved(index, t) for t in reads):
+            if made.isdisjoint(reads) or not fits[after] or any(is_saved(index, t) for t in reads):
                 break  # another node, or a kernel of this one
             made.update(index.writes[after])
         else:

@@ -51,7 +51,7 @@ class TraceBuilder:
             k: {}
             for k in (
                 *("shape", "zeros", "saved_for", "engine", "group", "alternatives", "splits", "releases", "views"),
-                *("function", "ring", "counted"),
+                *("function", "ring", "counted", "unbinds"),
             )
         }
 
@@ -151,6 +151,7 @@ class TraceBuilder:
         function: str = "",
         ring: Ring | None = None,
         counted: int | None = None,
+        unbinds: Sequence[int] = (),
     ) -> int:
         """Append an op; the arguments are the fields of `Op`. Returns its id."""
         if kind not in KIND_CODE:
@@ -189,6 +190,8 @@ class TraceBuilder:
             self._sparse["ring"][row] = _ring(name, ring)
         if releases:
             self._sparse["releases"][row] = tuple(releases)
+        if unbinds:
+            self._sparse["unbinds"][row] = tuple(unbinds)
         if any(place >= 0 for place in views):
             self._sparse["views"][row] = tuple(views)
         return row
@@ -239,7 +242,7 @@ class TraceBuilder:
     def copy_op(self, op: Op, **changes: Any) -> int:
         """Append a copy of `op` with some fields changed; `views` only where it has as many reads and writes.
 
-        Where `flops` change, `counted` changes in proportion, unless it is given.
+        Where `flops` change, `counted` changes in proportion, unless it is given. `unbinds` are not copied.
         """
         names = ("kind", "reads", "writes", "phase", "layer", "flops", "bytes", "workspace", "device", "engine")
         more = ("priority", "group", "random", "duration", "dtype", "alternatives", "splits", "releases")
@@ -296,6 +299,7 @@ class TraceBuilder:
             function=s["function"],
             ring=s["ring"],
             counted=s["counted"],
+            unbinds=s["unbinds"],
         )
         return Trace(tensors, ops, outputs=outputs, carry=carry, meta=self.meta, origin=origin)
 

@@ -46,8 +46,9 @@ class OpColumns:
     """All ops in program order. -1 stands for "unknown" in `bytes` and `duration`, "none" in `layer`.
 
     Op i reads `read_ids[read_start[i]:read_start[i + 1]]`; writes are stored likewise. `releases` gives, for few ops,
-    the tensors that the program releases when they end, where that is later than the last reader. `views` of the few
-    ops that produce some, and `counted` of the few that execute fewer FLOPs than are counted: see `Op`.
+    the tensors that the program releases when they end, where that is later than the last reader. `unbinds` are those
+    that only autograd holds from then on, `views` those of the few ops that produce some, and `counted` is that of the
+    few that execute fewer FLOPs than are counted: see `Op`.
     """
 
     name: Sequence[str]
@@ -75,6 +76,7 @@ class OpColumns:
     function: Mapping[int, str]
     ring: Mapping[int, Ring]
     counted: Mapping[int, int]
+    unbinds: Mapping[int, tuple[int, ...]]
 
 
 def _read_only(compute: Callable[[Any], A]) -> cached_property[A]:
@@ -151,6 +153,7 @@ class Graph:
             alternatives=c.alternatives.get(i, ()),
             splits=c.splits.get(i, ()),
             releases=c.releases.get(i, ()),
+            unbinds=c.unbinds.get(i, ()),
             views=c.views.get(i, ()),
             function=c.function.get(i, ""),
             ring=c.ring.get(i),
@@ -261,6 +264,14 @@ class Graph:
         """The op at whose end the program releases each tensor, -1 where its last reader does. Shape (tensors,)."""
         out = np.full(len(self.tensor_columns.name), -1, np.int32)
         for op, tensors in self.op_columns.releases.items():
+            out[list(tensors)] = op
+        return out
+
+    @_read_only
+    def unbound(self) -> NDArray[np.int32]:
+        """The op at whose end variables let go of each tensor (`Op.unbinds`), -1 where not known. Shape (tensors,)."""
+        out = np.full(len(self.tensor_columns.name), -1, np.int32)
+        for op, tensors in self.op_columns.unbinds.items():
             out[list(tensors)] = op
         return out
 

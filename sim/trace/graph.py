@@ -65,6 +65,7 @@ class Trace(Graph):
         self.carry = self._default_carry() if carry is None else named
         validity.check_ends(self, self.outputs, self.carry)
         validity.check_releases(self, self.outputs)
+        validity.check_unbinds(self)
 
     @cached_property
     def content_hash(self) -> str:
@@ -72,7 +73,7 @@ class Trace(Graph):
         digest = hashlib.sha256()
         for part in (self.tensor_columns, self.op_columns):
             for key, column in vars(part).items():
-                if key in ("releases", "views", "function", "ring", "counted") and not column:
+                if key in ("releases", "views", "function", "ring", "counted", "unbinds") and not column:
                     continue  # a trace without them hashes as it did before they existed
                 digest.update(key.encode())
                 if isinstance(column, np.ndarray):

@@ -41,6 +41,7 @@ class TraceIndex:
         self.role: list[int] = trace.tensor_columns.role.tolist()
         self.releases: Mapping[int, Sequence[int]] = c.releases
         self.released: list[int] = trace.released.tolist()
+        self.unbound: list[int] = trace.unbound.tolist()
         # per tensor the op that overwrites it; the number of ops where none does
         replaced = trace.replaced_by
         self.overwritten_at: list[int] = np.where(replaced >= 0, trace.producer[replaced], len(c.name)).tolist()

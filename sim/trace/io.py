@@ -9,7 +9,8 @@ are given by name or by id, which is their position among the tensor lines.
     {"tensor": "y", "bytes": 8}
     {"op": "double", "kind": "elementwise", "reads": ["x"], "writes": ["y"], "flops": 2}
 
-The `releases` of an op are the tensors that the program holds beyond their last reader and releases when the op ends.
+The `releases` of an op are the tensors that the program holds beyond their last reader and releases when the op ends,
+its `unbinds` those that only autograd holds from then on.
 
 Header: `format`, `version`; optionally `meta`, `outputs`, `carry` (pairs), `tensors` and `ops` (their counts, so that
 a truncated file is noticed), and `origin` (`base`, `iterations`). The other keys are the fields of `Tensor` and `Op`,
@@ -78,7 +79,7 @@ _TENSOR = {
 _OP = {
     **dict.fromkeys(("op", "kind", "phase", "engine", "group", "dtype", "function"), _TEXT),
     **dict.fromkeys(("flops", "counted", "bytes", "workspace", "duration"), _SIZE),
-    **dict.fromkeys(("reads", "writes", "alternatives", "splits", "releases", "views", "ring"), _LIST),
+    **dict.fromkeys(("reads", "writes", "alternatives", "splits", "releases", "unbinds", "views", "ring"), _LIST),
     "layer": _LAYER,
     "device": (int, 0, 2**16),
     "priority": (int, -(2**31), 2**31 - 1),
@@ -188,6 +189,7 @@ def _op_lines(trace: Trace, dump: Any) -> Iterator[bytes]:
             ("function", c.function),
             ("ring", c.ring),
             ("counted", c.counted),
+            ("unbinds", c.unbinds),
         ):
             if i in sparse:
                 line[key] = sparse[i]
@@ -413,7 +415,7 @@ class _Reader:
             row["splits"] = self._splits(row["splits"])
         if "alternatives" in row:
             row["alternatives"] = [_implementation(a) for a in row["alternatives"]]
-        for key in ("reads", "writes", "releases"):
+        for key in ("reads", "writes", "releases", "unbinds"):
             if key in row:
                 row[key] = [self._tensor(t) for t in row[key]]
         if "ring" in row:

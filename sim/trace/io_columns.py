@@ -24,7 +24,7 @@ Row = dict[str, Any]
 Ints = NDArray[np.int64]
 _TENSOR_KEYS = {"tensor", "bytes", "role", "layer", "shape", "dtype", "replaces", "saved_for"}
 _OP_NUMBERS = {"layer": -1, "flops": 0, "bytes": -1, "workspace": 0, "device": 0, "priority": 0, "duration": -1}
-_SPARSE = ("engine", "group", "splits", "releases", "views", "function", "counted")
+_SPARSE = ("engine", "group", "splits", "releases", "views", "function", "counted", "unbinds")
 _OP_KEYS = {"op", "kind", "phase", "reads", "writes", "dtype", "random", *_SPARSE, *_OP_NUMBERS}
 _RANGE = {"layer": (-1, 2**31 - 1), "device": (0, 2**16), "priority": (-(2**31), 2**31 - 1)}
 
@@ -206,7 +206,7 @@ def _checked(content: Content, key: str, value: Any) -> Any:
         return _text(content, value)
     if type(value) is not list:
         raise Unusual
-    if key == "releases":
+    if key in ("releases", "unbinds"):
         return tuple(_whole(value, 0, len(content.tensor_ids) - 1).tolist())
     if key == "splits":
         if not _all(value, str) or not set(value) <= set(SPLITS):

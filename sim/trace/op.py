@@ -106,6 +106,8 @@ class Op:
     alternatives: other implementations.
     splits: the ways in which it may be split, of `SPLITS`.
     releases: tensors that the program releases when the op ends, in this order. They are not reads and add no edges.
+    unbinds: tensors of which the program's own variables let go when the op ends, while autograd still holds them.
+        Under a checkpoint, which keeps nothing of what autograd saves, they are released here.
     views: for each result, the position in `reads` of the tensor whose storage it shares, -1 for its own; () where all
         have. A view has no bytes, and whoever reads it reads that tensor, too.
     function: one of `FUNCTIONS`, "" where it is none of them or not known.
@@ -133,6 +135,7 @@ class Op:
     alternatives: tuple[Implementation, ...] = ()
     splits: tuple[str, ...] = ()
     releases: tuple[int, ...] = ()
+    unbinds: tuple[int, ...] = ()
     views: tuple[int, ...] = ()
     function: str = ""
     ring: Ring | None = None

@@ -217,16 +217,8 @@ def check_ends(trace: Graph, outputs: Sequence[int], carry: Sequence[tuple[int, 
 
 def check_releases(trace: Graph, outputs: Sequence[int]) -> None:
     """Raise TraceError for a release of a tensor not yet produced, released before, or still needed."""
-    c, name, count = trace.op_columns, trace.tensor_columns.name, len(trace.tensor_columns.name)
-    released_at: dict[int, int] = {}
-    for op, tensors in c.releases.items():
-        for t in tensors:
-            if not 0 <= t < count:
-                raise TraceError(f"op {c.name[op]!r}: releases: a tensor id is out of range 0..{count - 1}")
-            if t in released_at:
-                first = c.name[released_at[t]]
-                raise TraceError(f"op {c.name[op]!r}: tensor {name[t]!r}: {first!r} has released it already")
-            released_at[t] = op
+    c, name = trace.op_columns, trace.tensor_columns.name
+    released_at = _places(trace, "releases", "released it")
     if not released_at:
         return
     kept, producer, last_use, replaced_by = set(outputs), trace.producer, trace.last_use, trace.replaced_by
@@ -244,3 +236,26 @@ def check_releases(trace: Graph, outputs: Sequence[int]) -> None:
             why = "released, but it is an output"
         if why:
             raise TraceError(f"op {c.name[op]!r}: tensor {name[t]!r}: {why}")
+
+
+def check_unbinds(trace: Graph) -> None:
+    """Raise TraceError where variables let go of a tensor not yet produced, or twice."""
+    for t, op in _places(trace, "unbinds", "let go of it").items():
+        if not 0 <= trace.producer[t] <= op:
+            name = trace.tensor_columns.name[t]
+            raise TraceError(f"op {trace.op_columns.name[op]!r}: tensor {name!r}: unbound before an op produces it")
+
+
+def _places(trace: Graph, key: str, done: str) -> dict[int, int]:
+    """Per tensor that ops name under a key the op. Raises TraceError for one out of range, or named twice."""
+    names, count = trace.op_columns.name, len(trace.tensor_columns.name)
+    places: dict[int, int] = {}
+    for op, tensors in getattr(trace.op_columns, key).items():
+        for t in tensors:
+            if not 0 <= t < count:
+                raise TraceError(f"op {names[op]!r}: {key}: a tensor id is out of range 0..{count - 1}")
+            if t in places:
+                tensor = trace.tensor_columns.name[t]
+                raise TraceError(f"op {names[op]!r}: tensor {tensor!r}: {names[places[t]]!r} has {done} already")
+            places[t] = op
+    return places

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.conformance.random_traces import held, random_traces
-from sim.rewrites.holding import with_releases
+from sim.rewrites.holding import with_points, with_releases
 from sim.rewrites.rewrite import (
     Codec,
     cut,
@@ -54,6 +54,24 @@ def test_release_points_at_or_before_the_last_use_say_nothing_and_outputs_have_n
     again = with_releases(trace, [(trace.tensor_id("a.y"), 0), (trace.tensor_id("w.new"), 4), (2, 1)])
     assert points(again) == {"a.y": "b"}  # at its reader: that fixes the order in which things go
     assert points(with_releases(trace, [(2, 0)])) == {}
+
+
+def unbound(trace: Trace) -> dict[str, str]:
+    """Per tensor of which variables let go the op at whose end they do, by name."""
+    ops, tensors = trace.op_columns, trace.tensor_columns.name
+    return {tensors[t]: ops.name[op] for op, rows in ops.unbinds.items() for t in rows}
+
+
+def test_what_variables_let_go_of_goes_with_the_ops():
+    trace = with_points(step(), [], [(step().tensor_id("b.y"), step().op_id("c"))])
+    assert unbound(trace) == {"b.y": "c"}
+    assert points(trace) == {}
+    assert unbound(unroll(trace, 2)) == {"b.y#0": "c#0", "b.y#1": "c#1"}
+    assert unbound(split_batch(trace, 2)) == {"b.y.mb0": "c.mb0", "b.y.mb1": "c.mb1"}
+    assert unbound(to_engine(trace, ["b"], "cpu")) == {"b.y": "c"}
+    assert unbound(reorder(trace, ["a", "b", "c", "back", "step"])) == {"b.y": "c"}
+    assert unbound(cut(trace, 2)) == {"b.y": "b"}
+    assert unbound(with_releases(trace, [])) == {"b.y": "c"}
 
 
 def test_iterations_hold_each_their_own():

@@ -215,6 +215,29 @@ def test_release_points_that_cannot_be(tensor, op, why):
         builder.build(outputs=[4])
 
 
+def test_what_variables_let_go_of_is_no_use_and_counts_in_the_hash_only_where_there_is_any():
+    builder, plain = _held(), _held()
+    builder.note("unbinds", 2, (1,))
+    trace = builder.build(outputs=[4])
+    assert trace.ops[2].unbinds == (1,)
+    assert trace.unbound.tolist() == [-1, 2, -1, -1, -1]
+    assert trace.held_until.tolist() == plain.build(outputs=[4]).held_until.tolist()
+    assert trace.content_hash != plain.build(outputs=[4]).content_hash
+
+
+@pytest.mark.parametrize(("op", "tensors", "why"), [
+    (1, (3,), "op 'g': tensor 'y': unbound before an op produces it"),
+    (1, (0,), "op 'g': tensor 'x': unbound before an op produces it"),
+    (1, (1, 1), "op 'g': tensor 'a': 'g' has let go of it already"),
+    (1, (9,), "op 'g': unbinds: a tensor id is out of range 0..4"),
+])  # fmt: skip
+def test_variables_that_cannot_let_go(op, tensors, why):
+    builder = _held()
+    builder.note("unbinds", op, tensors)
+    with pytest.raises(TraceError, match=re.escape(why)):
+        builder.build(outputs=[4])
+
+
 def test_what_something_takes_over_is_not_released():
     b = TraceBuilder()
     a = b.tensor("a", 8)

@@ -51,7 +51,14 @@ def test_every_kind_of_origin_and_every_field_comes_back(tmp_path: Path) -> None
     more = {"random": True, "duration": 0, "dtype": "fp8", "alternatives": [fast], "splits": ["rows", "heads"]}
     z, held = b.tensor("z", 8), b.tensor("held", 8)
     b.op("f", "conv", reads=[x], writes=[y, z, held], layer=3, **fields, **more)
-    b.op("g", reads=[x, z], writes=[b.tensor("view", 0), b.tensor("none", 0)], views=[1, -1], releases=[held, z])
+    b.op(
+        "g",
+        reads=[x, z],
+        writes=[b.tensor("view", 0), b.tensor("none", 0)],
+        views=[1, -1],
+        releases=[held, z],
+        unbinds=[y],
+    )
     trace = b.build(outputs=[y])
     save(trace, tmp_path / "t.jsonl")
     again = load(tmp_path / "t.jsonl")

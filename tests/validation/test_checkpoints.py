@@ -49,9 +49,6 @@ class Live(TorchDispatchMode):
         return out
 
 
-# no local name outlives its last use: a capture of the plain step could not see that
-
-
 class Experts(nn.Module):
     """A loop over experts: `index_add_` saves what it adds for its shape alone."""
 
@@ -68,7 +65,6 @@ class Experts(nn.Module):
         for i, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
             rows = torch.arange(i, len(x), len(self.up))
             sums.index_add_(0, rows, (F.gelu(y[rows] @ up) @ down) * shares[rows, i : i + 1])
-        del y, shares, rows
         return x + sums
 
 
@@ -87,10 +83,8 @@ class Attention(nn.Module):
         scores = scores + mask
         scores = scores.softmax(-1)
         y = scores @ self.v(y)
-        del scores
         y = self.o(y)
         x = x + y
-        del y
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -147,6 +141,26 @@ class Mixed(nn.Module):
         return x + self.down(self.up(x).to(torch.bfloat16) * self.router(x))
 
 
+class Gate(nn.Module):
+    """A gate and the root of a mean square: two variables hold what autograd saves, and what is squared has a node of
+    three kernels."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.up, self.gate, self.down = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x):
+        up, gate = self.up(x), self.gate(x)
+        hidden = up * F.silu(gate)
+        mean = hidden.pow(2).mean(-1, keepdim=True)
+        hidden = hidden * torch.rsqrt(mean + 1e-6)
+        return x + self.down(hidden)
+
+
 class Net(nn.Module):
     """A first layer, blocks, and a last layer."""
 
@@ -161,18 +175,15 @@ class Net(nn.Module):
             for part in self.parts:
                 features.append(part(*features))
             x = torch.cat(features, 1)
-            del features
         elif self.kind == "masked":
             mask = torch.ones(x.shape[-2], x.shape[-2]).tril().log()
             for part in self.parts:
                 x = part(x, mask)
-            del mask
         elif self.kind == "gated":
             total = x
             for part in self.parts:
                 x, total = part(x, total)
             x = x + total
-            del total
         else:
             for part in self.parts:
                 x = part(x)
@@ -191,6 +202,7 @@ NETS = {
     "experts": (lambda: flat("", Experts), (64, 32)),
     "attention": (lambda: flat("masked", Attention), (4, 96, 32)),
     "gated": (lambda: Net(nn.Linear(24, 24), [Gated() for _ in range(3)], nn.Linear(24, 4), "gated"), (40, 24)),
+    "gate": (lambda: flat("", Gate), (64, 32)),
     "mixed": (lambda: flat("", Mixed), (64, 32)),
     "residual": (lambda: image("", [Residual(), Residual()], 8), (2, 3, 18, 18)),
     "dense": (lambda: image("dense", [Dense(8 + 4 * i) for i in range(3)], 20), (2, 3, 18, 18)),
@@ -221,7 +233,6 @@ def measured(net, way):
             loss = model(x)
             ledger.phase = "backward"
             loss.backward()
-            del loss
             ledger.phase = "update"
             tuned.step()
             tuned.zero_grad(set_to_none=True)

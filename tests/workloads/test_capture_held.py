@@ -53,6 +53,87 @@ def test_a_local_is_released_and_not_read():
     assert [trace.ops[r].name for r in trace.readers(kept)] == ["add"]
 
 
+class Named(nn.Module):
+    """A variable of forward holds what autograd saves, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        named = self.first(x).relu()
+        return self.third(self.second(named).relu()).square().sum()
+
+
+def let_go(trace):
+    return {trace.tensor_columns.name[t]: op.name for op in trace.ops for t in op.unbinds}
+
+
+def test_variables_let_go_of_what_autograd_holds():
+    trace = capture(Named, torch.zeros(4, 8))
+    assert let_go(trace) == {"relu.out": "sum"}  # not what has no name, and not what is used by the last op itself
+    assert let_go(capture(Named, torch.zeros(4, 8), warm_up=0)) == {}
+    assert let_go(capture(Named, torch.zeros(4, 8), warm_up=2)) == let_go(trace)
+
+
+def test_a_step_that_differentiates_twice_is_captured_as_it_is():
+    """Its second derivative needs what autograd saves."""
+
+    def penalised(model, tuned, x):
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        tuned.step()
+        tuned.zero_grad()
+
+    trace = capture(Named, torch.zeros(4, 8), step=penalised, optimizer=torch.optim.Adam)
+    assert let_go(trace) == {}
+    updated = {name.partition(".exp_avg")[0] for name in trace.tensor_columns.name if ".exp_avg" in name}
+    assert {"first.weight", "second.weight", "third.weight"} <= updated
+
+
+def test_an_iteration_that_needs_what_is_saved_runs_again():
+    class Identical(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = x
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert ctx.saved_tensors[0].data_ptr is not None
+            assert ctx.saved_tensors[0].untyped_storage()._cdata == ctx.kept.untyped_storage()._cdata
+            return grad * 2
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return Identical.apply(self.line(x)).sum()
+
+    trace = capture(Model, torch.zeros(4, 8))
+    assert [op.name for op in trace.ops if op.phase == "forward"] == ["line.addmm", "mul", "sum"]
+
+
+def test_a_module_that_is_made_where_it_is_called_belongs_to_the_module_that_calls_it():
+    """As ACT2FN of Hugging Face's Mamba 2."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return nn.SiLU()(self.line(x))
+
+    trace = capture(lambda: nn.Sequential(Block(), Block()), torch.zeros(4, 8), loss=lambda x: x.sum())
+    silu = [(op.name, op.layer) for op in trace.ops if ".silu" in op.name and op.phase == "forward"]
+    assert silu == [("0.SiLU.silu", 0), ("1.SiLU.silu", 1)]
+
+
 def test_a_decoder_with_locals_is_the_chain_that_it_is(decoder):
     """Two residual sums a layer; before them the embedding, behind them the norm, the head and the loss."""
     line = chain(decoder, [1] * len(decoder.ops))

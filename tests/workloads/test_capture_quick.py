@@ -53,6 +53,9 @@ class Plain:
     def __call__(self, func, args, kwargs):
         return func(*args, **kwargs)
 
+    def made(self, *wanted):
+        return QuickDispatch().made(*wanted)
+
 
 @pytest.mark.parametrize(("net", "shape"), [(Scan, (2, 7, 8)), (Images, (2, 3, 6, 6))])
 def test_a_capture_is_the_same_with_and_without_it(net, shape, monkeypatch):

@@ -50,8 +50,9 @@ class _Building:
         for i, storage in storages.items():
             if storage.freed is not None:
                 held.setdefault(storage.freed, []).append(i)
+        unbound = self._unbound()
         for index, kernel in enumerate(kernels):
-            self._op(kernel, held.get(index, ()))
+            self._op(kernel, held.get(index, ()), unbound.get(index, ()))
         kept = [
             i
             for i, s in storages.items()
@@ -93,7 +94,31 @@ class _Building:
         self.first.setdefault(i, self.current[i])
         return self.current[i]
 
-    def _op(self, kernel: Kernel, held: Any) -> None:
+    def _unbound(self) -> dict[int, list[int]]:
+        """Per forward kernel the storages of which variables let go at its end, though autograd holds them.
+
+        Left out are those of which a use is the end either way.
+        """
+        kernels, storages = self.recording.kernels, self.recording.storages
+        forward: dict[int, int] = {}  # per storage the last kernel before the next backward that uses it
+        found: dict[int, list[int]] = {}
+        waiting: dict[int, int] = {}
+        for index, kernel in enumerate((*kernels, None)):
+            if kernel is None or kernel.phase != "forward":
+                for i, end in waiting.items():
+                    released = storages[i].freed
+                    if end > forward[i] or (released is not None and forward[i] < released < index):
+                        found.setdefault(max(end, forward[i]), []).append(i)
+                forward, waiting = {}, {}
+                continue
+            forward.update(dict.fromkeys((*kernel.reads, *kernel.changed, *kernel.made), index))
+            for i in kernel.made:
+                end, freed = storages[i].unbound, storages[i].freed
+                if end >= index and (freed is None or freed > end):
+                    waiting[i] = end
+        return {end: each for end, each in found.items() if kernels[end].phase == "forward"}
+
+    def _op(self, kernel: Kernel, held: Any, unbound: Any) -> None:
         storages = self.recording.storages
         reads = [self.current[i] for i in kernel.reads]
         writes = [self._tensor(i, storages[i], replaces=self.current[i]) for i in kernel.changed]
@@ -116,6 +141,7 @@ class _Building:
             random=kernel.random,
             dtype=kernel.dtype,
             releases=[t for t in (self.current[i] for i in held if i in self.current) if t not in (*reads, *writes)],
+            unbinds=[self.current[i] for i in unbound],
         )
 
 

@@ -65,6 +65,11 @@ class QuickDispatch:
             self._known[key] = (tuple(out.shape), out.stride(), out.dtype)
         return out
 
+    def made(self, mode: Any, shape: Any, strides: Any, dtype: Any) -> Any:
+        """A new fake tensor."""
+        known = {"dtype": dtype, "device": "meta"}
+        return self._of_shape(mode, self._torch.empty_strided, (shape, strides), known)
+
     def _of_shape(self, mode: Any, run: Any, args: Any, kwargs: Any) -> Any:
         """The fake tensor round a result that has a shape alone.
 

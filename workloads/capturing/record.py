@@ -14,6 +14,7 @@ class Storage:
     made: the op that produced it, -1 if it existed before the iteration.
     freed: the last op that had run when PyTorch released it, None if it still lives.
     mutated: whether an op of the iteration wrote it in place.
+    unbound: the last op that had run when the program's own variables had let go of it, -1 where that is not known.
     """
 
     bytes: int
@@ -26,6 +27,7 @@ class Storage:
     mutated: bool = False
     layer: int = -1
     saved_for: str = ""
+    unbound: int = -1
 
 
 @dataclass

@@ -26,6 +26,7 @@ from workloads.capturing.places import line_of
 from workloads.capturing.quick import QuickDispatch
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.capturing.selections import Selected, Selections, chosen, note_reduced, read
+from workloads.capturing.unbound import Clock, nothing_saved, unbound
 from workloads.importers.optrace import DTYPES
 
 IGNORED = ("prim", "profiler")
@@ -83,6 +84,8 @@ class Recorder:
         self._weak: dict[int, Any] = {}
         self._host: set[int] = set()
         self._next = 0
+        self._clock: Clock | None = None  # of the iteration that runs, if it is watched
+        self._unsaved = Clock()  # of the one before in which nothing was saved
 
     # ---- what is known in advance ------------------------------------------------------------
 
@@ -124,6 +127,32 @@ class Recorder:
             if (known is None or known.role != "weight") and hasattr(tensor, "fake_mode"):
                 self.know(tensor, name, "weight")
 
+    def rehearse(self, iteration: Callable[[], Any]) -> None:
+        """Run an iteration before the captured one to see until when the program's own variables hold what is saved.
+
+        It is repeated as it is where it can't do without what autograd saves.
+        """
+        self._clock = Clock()
+        try:
+            with nothing_saved(self.torch, self.fake.FakeTensor, self._stand_in) as unsaved:
+                iteration()
+        except TiersimError:
+            raise
+        except Exception:
+            self._clock, self.updating, self._evaluating = None, False, False
+        else:
+            if not unsaved.again:
+                self._unsaved, self._clock = self._clock, None
+                return
+        self._clock = None
+        iteration()
+
+    def _stand_in(self, mode: Any, shape: Any, strides: Any, dtype: Any) -> Any:
+        """A tensor that the step does not make."""
+        tensor = self._quick.made(mode, shape, strides, dtype)
+        self._follow(tensor, "saved", "temporary", -1)
+        return tensor
+
     def begin(self) -> None:
         """Start recording; the storages that live now exist from the start."""
         self.recording.kernels.clear()
@@ -140,12 +169,16 @@ class Recorder:
             if storage.role == "activation":
                 storage.role = "temporary"
         self.recording.storages = alive
-        self.active, self.after_backward = True, False
+        self.active, self.after_backward, self._clock = True, False, Clock()
 
     def finish(self) -> Recording:
         """Stop recording."""
         self._know_weights_again()
         self.active = False
+        assert self._clock is not None
+        for i, end in unbound(self._clock, self._unsaved, len(self.recording.kernels)).items():
+            if i in self.recording.storages:
+                self.recording.storages[i].unbound = end
         self.recording.host = len(self._host)
         self.recording.layers, order = self.calls.in_order(kernel.layer for kernel in self.recording.kernels)
         for kernel in self.recording.kernels:
@@ -212,7 +245,9 @@ class Recorder:
         return grad
 
     def _enter(self, module: Any, args: Any) -> None:
-        path, node = self.names.get(id(module), type(module).__name__), self._node()
+        path, node = self.names.get(id(module)), self._node()
+        if path is None:  # made as it is called: a part of the module that calls it
+            path = ".".join(filter(None, (*self._stack[-1:], type(module).__name__)))
         if node is not None:
             self.calls.entered_again(path, self._place_of(node)[1])
         else:
@@ -282,6 +317,8 @@ class Recorder:
             del self._ids[address]
         self._weak.pop(i, None)
         self._host.discard(i)
+        if self._clock is not None:
+            self._clock.released(i)
         if self.active and i in self.recording.storages:
             self.recording.storages[i].freed = len(self.recording.kernels) - 1
         else:
@@ -362,7 +399,11 @@ class Recorder:
 
     def _refusal(self, func: Any, args: Any, error: Exception) -> WorkloadError:
         line = f" at {place}" if (place := line_of()) else ""
-        share = "say for which share of the elements it holds (selected=), " if self._can_be_said(func, args) else ""
+        share = (
+            "say for which share of the elements it holds (selected=, --selected), "
+            if self._can_be_said(func, args)
+            else ""
+        )
         why, variant = _way_out(func)
         return WorkloadError(
             f"op {func} in {self._where()} cannot run without data{line}: {type(error).__name__}; {why}: {share}"
@@ -415,7 +456,9 @@ class Recorder:
         short = func._opname
         outputs = self._tensors_in((out,))
         if not self.active:
-            self._follow_new(outputs, short)
+            new = self._follow_new(outputs, short)
+            if self._clock is not None and not self.updating and (new or self._written(func, args, kwargs)):
+                self._clock.ran(short, new)
             return
         # lift_fresh reads the number that a new tensor is made from, not a tensor of the model
         inputs = [] if short == "lift_fresh" else self._tensors_in((*args, *kwargs.values()))
@@ -430,6 +473,8 @@ class Recorder:
         reads = self._reads(inputs, statistics, written[0] if whole else None)
         changed = [i for x in written if (i := self._id(x)) is not None and not self._resized(x, i)]
         allocated = self._allocate(outputs, module, short, phase)
+        if self._clock is not None and not self.updating and (allocated or written):
+            self._clock.ran(short, allocated, len(self.recording.kernels))
         allocated, changed, reads = (
             [i for i in dict.fromkeys(x) if i not in self._host] for x in (allocated, changed, reads)
         )
@@ -479,13 +524,15 @@ class Recorder:
                 found += self._tensors_in(value)
         return found
 
-    def _follow_new(self, outputs: Sequence[Any], short: str) -> None:
+    def _follow_new(self, outputs: Sequence[Any], short: str) -> list[int]:
         """What comes to be before the captured iteration."""
+        new = []
         for tensor in outputs:
             if tensor.layout != self.torch.strided or not tensor.untyped_storage().nbytes():
                 continue
             if self._id(tensor) is None:
-                self._follow(tensor, short, "temporary", -1)
+                new.append(self._follow(tensor, short, "temporary", -1))
+        return new
 
     def _reads(self, inputs: Sequence[Any], statistics: Sequence[Any], overwritten: Any) -> list[int]:
         """The storages that an op reads.

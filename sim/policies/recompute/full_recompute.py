@@ -8,7 +8,7 @@ from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.rewrites.rewrite import hold_longer
-from sim.solvers.checkpoints import by_anchor, cached_casts, held_by, region_reruns
+from sim.solvers.checkpoints import by_anchor, cached_casts, held_by, named, region_reruns
 from sim.solvers.regions import layer_regions
 from sim.solvers.schedule import TraceIndex, schedule_of
 
@@ -32,9 +32,8 @@ class FullRecompute(RecomputationPlanner):
         is freed at once; PyTorch keeps all that the recomputed function returns until it ends, which for a layer
         with two results was seen to take 4 % more in backward. With early_stop, PyTorch runs every op up to the last
         that saves something; those whose results nobody needs do not run here. A result is dropped after its last
-        read in the forward pass; in PyTorch a local variable that names it keeps it until the layer's function
-        returns, which a trace of the plain step, where autograd holds it anyway, does not show: on a Qwen3 of two
-        layers forward's peak alone is 11 % higher there, that of the step equal to 0.03 %.
+        read in the forward pass, or where the trace says that no variable of the program names it any more
+        (`Op.unbinds`, which captured traces have).
 
     early_stop: recompute only up to the last op whose result the layer's backward needs, as PyTorch's
         non-reentrant checkpoint does; else the whole layer, as that does after `set_checkpoint_early_stop(False)`.
@@ -74,7 +73,7 @@ class FullRecompute(RecomputationPlanner):
         )
         held = held_by(index, reruns, reentrant=self.reentrant)
         trace = hold_longer(problem.trace, held.until)
-        hold = {**held.drops, **(cached_casts(index, regions) if self.autocast_cache else {})}
+        hold = {**named(index, regions), **held.drops, **(cached_casts(index, regions) if self.autocast_cache else {})}
         if trace is not problem.trace:
             index = TraceIndex(trace)
         schedule = schedule_of(index, by_anchor(reruns), hold=hold, once_recomputed=held.handed)

@@ -12,7 +12,7 @@ from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.rewrites.rewrite import hold_longer
-from sim.solvers.checkpoints import by_anchor, cached_casts, cached_results, held_by, region_reruns
+from sim.solvers.checkpoints import by_anchor, cached_casts, cached_results, held_by, named, region_reruns
 from sim.solvers.regions import Region, layer_regions
 from sim.solvers.schedule import TraceIndex, schedule_of
 
@@ -75,7 +75,7 @@ class SelectiveRecompute(RecomputationPlanner):
             drops, handed = held.drops, held.handed
             trace = hold_longer(hold_longer(trace, held.until), cached_results(index, layers, keep, reruns))
             index = TraceIndex(trace)
-        hold = {**drops, **(cached_casts(index, layers) if self.autocast_cache else {})}
+        hold = {**named(index, layers), **drops, **(cached_casts(index, layers) if self.autocast_cache else {})}
         schedule = schedule_of(index, by_anchor(reruns), hold=hold, once_recomputed=handed)
         return Plan(trace, self.finished(problem, schedule).actions())
 

@@ -10,7 +10,9 @@ from sim import load_profile, simulate
 from sim.engine.replay import replay
 from sim.errors import PolicyError
 from sim.experiment import problem_for
+from sim.plan import Drop
 from sim.policies.recompute.full_recompute import FullRecompute
+from sim.rewrites.holding import with_points
 from sim.sweeps.asked import asked
 from sim.trace import TraceBuilder
 from workloads import transformer
@@ -47,6 +49,19 @@ def test_timeline_of_two_layers_drawn_by_hand(run):
     # highest at bwd1: x0, x1, its gradient, a1, b1, and the gradient that it makes
     assert facts.peak == 10 + 10 + 10 + 10 + 50 + 10
     assert run(blocks(2), "keep_all").peak == 10 + 60 + 10 + 60 + 10 + 10
+
+
+def test_what_a_variable_names_is_dropped_when_it_lets_go():
+    """Two layers of blocks(): a0 is read by fb0 alone, and a variable holds it until fc0 ends."""
+    plain = blocks(2)
+    named = with_points(plain, [], [(plain.tensor_id("a0"), plain.op_id("fc0"))])
+    drops = [
+        {plan.trace.tensor_columns.name[plan.trace.tensor_id(each.tensor)]: each.after for each in plan.actions
+         if isinstance(each, Drop) and each.after is not None}
+        for plan in (FullRecompute().plan(problem_for(trace, load_profile("a100_80_sxm"))) for trace in (plain, named))
+    ]  # fmt: skip
+    assert (plain.op_id(drops[0]["a0"]), plain.op_id(drops[1]["a0"])) == (plain.op_id("fb0"), plain.op_id("fc0"))
+    assert {**drops[0], "a0": None} == {**drops[1], "a0": None}
 
 
 def test_without_early_stop_the_whole_layer_runs_again(run):
