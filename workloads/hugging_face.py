@@ -22,6 +22,7 @@ from typing import Any
 from sim.errors import WorkloadError, near
 from sim.trace.graph import Trace
 from workloads.capture import capture, with_facts
+from workloads.capturing.selections import Selected
 from workloads.other_models import misspelt, shown
 from workloads.precision import PRECISIONS
 
@@ -84,6 +85,7 @@ def default_step(
     dropout: float | None = None,
     micro_batches: int = 1,
     frozen: tuple[str, ...] = (),
+    selected: Selected = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A training step of a model that `transformers` builds: arguments of `capture`, and facts for the trace.
 
@@ -92,6 +94,7 @@ def default_step(
     values: the keys of a `config.json`. name: of the model. where: how errors refer to the file.
     optimizer: as for `workloads.transformer`; None for a step that ends with the gradients.
     frozen: parameters, or parts of the model, that are not trained, by path or pattern.
+    selected: as for `workloads.capture`.
     The other arguments are those of `workloads.transformer`; `sequence` is of no use to models of images and speech.
 
     Raises WorkloadError without the library, naming the extra, and for what the library can't build.
@@ -126,6 +129,7 @@ def default_step(
     tokens = batch * sequence if kind in ("text", "text_class") else None
     arguments = {
         "module": module,
+        "selected": selected,
         "inputs": {key: _typed(torch, value, types) for key, value in inputs.items()},
         "optimizer": _optimizer(torch, optimizer),
         "name": name,

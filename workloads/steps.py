@@ -22,12 +22,13 @@ from sim.cache import cache_folder
 from sim.errors import TiersimError, WorkloadError
 from sim.trace.graph import Trace
 from sim.trace.io import load, save
+from workloads.capturing.selections import Selected, Selections
 from workloads.models import read_config, read_values
 from workloads.other_models import NotBuiltIn
 from workloads.stacks import as_workload
 from workloads.transformer import transformer
 
-TAKEN = ("batch", "sequence", "precision", "attention", "optimizer", "dropout", "micro_batches", "frozen")
+TAKEN = ("batch", "sequence", "precision", "attention", "optimizer", "dropout", "micro_batches", "frozen", "selected")
 """The axes of a model that the library builds; with others the model has to be one of the families."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -45,25 +46,31 @@ FORMAT = 1
 """Of the kept files; raised when a capture changes what it records."""
 
 
-def training_step(model: Any, **axes: Any) -> Trace:
+def training_step(model: Any, *, selected: Selected = None, **axes: Any) -> Trace:
     """One training iteration of a model.
 
     model: what `workloads.transformer` takes, or any `config.json` where `transformers` is installed, or a function
         that describes a step (`FILE.py:FUNCTION`, see `workloads.capture_from_reference`), which is captured each time.
+    selected: what conditions on values keep, of a model that is captured, as for `workloads.capture`.
     axes: arguments of `workloads.transformer`. A function gets those that are given, by name, except `stack`, which is
         applied to its trace.
 
     Raises WorkloadError where neither the families nor the library have the model, naming what is missing.
     """
+    Selections(selected)
+    changes = {} if selected is None else {"selected": selected}
     if is_reference(model):
         from workloads.capture import capture_from_reference
 
         sizes = {axis: value for axis, value in axes.items() if axis != "stack" and value is not None}
-        return as_workload(capture_from_reference(model, sizes), axes.get("stack") or "eager")
+        return as_workload(capture_from_reference(model, sizes, **changes), axes.get("stack") or "eager")
     try:
-        return transformer(model, **axes)
+        trace = transformer(model, **axes)
     except NotBuiltIn as error:
-        return _of_library(model, axes, error)
+        return _of_library(model, {**axes, **changes}, error)
+    if selected is not None:
+        raise WorkloadError(f"selected: {trace.meta['model']} is built in and selects nothing by values; leave it out")
+    return trace
 
 
 def is_reference(model: Any) -> bool:

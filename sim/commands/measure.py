@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sim.commands.declaring import Option, takes
-from sim.commands.options import ATTENTION, JSON, MODEL, platform_of, say
+from sim.commands.options import ATTENTION, JSON, MODEL, SELECTED, platform_of, say
 
 
 def calibrate(
@@ -34,6 +34,7 @@ def calibrate(
     Option("seq", Annotated[int | None, typer.Option("--seq", "--sequence", help="tokens per sample")], None),
     Option("precision", Annotated[str, typer.Option(help="{validated}")], "fp32"),
     ATTENTION,
+    SELECTED,
     Option("device", Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one")], None),
     Option("repeats", Annotated[int, typer.Option(help="timed steps per policy; the median counts")], 7),
     Option("profile", Annotated[str | None, typer.Option(help="profile of this machine, for the times")], None),

@@ -42,6 +42,8 @@ BATCH = Option("batch", Annotated[int, typer.Option(help="samples per iteration"
 SEQ = Option("seq", Annotated[int, typer.Option("--seq", "--sequence", help="tokens per sample")], 1024)
 PRECISION = Option("precision", Annotated[str, typer.Option(help="{precision}")], "amp_bf16")
 ATTENTION = Option("attention", Annotated[str, typer.Option(help="{attention}")], "sdpa")
+SELECTED_HELP = "share of elements that conditions on values keep: 0.25, or by place: rpn.py=0.5,*=0.1; default: none"
+SELECTED = Option("selected", Annotated[str | None, typer.Option(help=SELECTED_HELP)], None)
 AXES = (
     BATCH,
     SEQ,
@@ -89,6 +91,7 @@ AXES = (
         ],
         None,
     ),
+    SELECTED,
 )
 """Options from which a model's trace is made; `workloads.transformer` says what each means."""
 

@@ -15,6 +15,7 @@ from sim.commands.options import (
     MODEL,
     PARAM,
     PROFILE,
+    SELECTED_HELP,
     Json,
     budget_of,
     parameters,
@@ -80,9 +81,7 @@ def capture(
     out: Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")],
     batch: Annotated[int | None, typer.Option(help="samples per iteration")] = None,
     seq: Annotated[int | None, typer.Option("--seq", "--sequence", help="tokens per sample")] = None,
-    selected: Annotated[
-        str, typer.Option(help="share of elements that conditions on values keep: 0.25, or by place: rpn.py=0.5,*=0.1")
-    ] = "",
+    selected: Annotated[str | None, typer.Option(help=SELECTED_HELP)] = None,
     json: Json = False,
 ) -> None:
     """Capture a training step of a PyTorch module.
@@ -96,26 +95,12 @@ def capture(
     from workloads.capture import capture_from_reference
 
     sizes = {"batch": batch, "sequence": seq}
-    changes = {"selected": _shares(selected)} if selected else {}
+    changes = {} if selected is None else {"selected": selected}
     work = capture_from_reference(
         reference, {name: size for name, size in sizes.items() if size is not None}, **changes
     )
     save(work, _trace_file(out))
     print(trace_page(work, json))
-
-
-def _shares(text: str) -> dict[str, float]:
-    """One share, or shares by place: `rpn.py:283=0.5,*=0.1`."""
-    from sim.errors import WorkloadError
-
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        place, _, share = part.rpartition("=")
-        try:
-            found[place.strip() or "*"] = float(share)
-        except ValueError:
-            raise WorkloadError(f"selected: needs a share from 0 to 1, has {share.strip()!r}") from None
-    return found
 
 
 @takes(

@@ -9,6 +9,7 @@ from typing import Any
 from sim.errors import WorkloadError
 from sim.trace.graph import Trace
 from workloads.capture import capture, capture_from_reference
+from workloads.capturing.selections import Selected
 from workloads.models import read_values
 from workloads.steps import is_reference, training_step
 
@@ -27,20 +28,21 @@ class CapturedStep:
     observed: Callable[[Sizes, Any], Any]
 
 
-def captured_step(model: Any, precision: str, attention: str) -> CapturedStep:
+def captured_step(model: Any, precision: str, attention: str, selected: Selected = None) -> CapturedStep:
     """The step of a function (`FILE.py:FUNCTION`), or of a model that `transformers` builds from its configuration.
 
     Raises WorkloadError for options that a function does not have.
     """
     if not is_reference(model):
-        axes = {"precision": precision, "attention": attention}
+        axes: dict[str, Any] = {"precision": precision, "attention": attention, "selected": selected}
         return CapturedStep(lambda sizes: training_step(model, **axes, **sizes), _of_library(model, axes))
     for option, value, default in (("precision", precision, "fp32"), ("attention", attention, "sdpa")):
         if value != default:
             raise WorkloadError(f"{option}: {model!r} is a function, which has its own; give no {option}")
+    changes = {} if selected is None else {"selected": selected}
     return CapturedStep(
-        lambda sizes: capture_from_reference(model, sizes),
-        lambda sizes, observer: capture_from_reference(model, sizes, observer=observer),
+        lambda sizes: training_step(model, selected=selected, **sizes),
+        lambda sizes, observer: capture_from_reference(model, sizes, observer=observer, **changes),
     )
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sim.analysis.peak_memory import peaks_by_phase
 from sim.errors import PolicyError, TiersimError, TraceError, WorkloadError, near
@@ -25,11 +25,15 @@ from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.measure import choose_device, require_torch
 from sim.trace.graph import Trace
 from workloads.capturing.reference import Unsized
+from workloads.capturing.selections import Selected
 from workloads.measured import with_measured
 from workloads.models import model_names, read_config
 from workloads.other_models import NotBuiltIn
 from workloads.steps import is_reference
 from workloads.transformer import transformer
+
+if TYPE_CHECKING:
+    from sim.measure.captured import CapturedStep
 
 TINY = {
     "model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 128, "vocab_size": 1024,
@@ -114,6 +118,7 @@ def validate(
     sequence: int | None = None,
     precision: str = "fp32",
     attention: str = "sdpa",
+    selected: Selected = None,
     device: str | None = None,
     repeats: int = 7,
     profile: Platform | None = None,
@@ -135,6 +140,7 @@ def validate(
     sequence: tokens per sample; by default 128, or what a function has.
     precision: fp32, bf16 or amp_bf16.
     attention: sdpa or eager.
+    selected: of a captured model, as for `workloads.capture.capture`.
     device: `cuda` or `cpu`; by default `cuda` where there is such a device.
     repeats: timed steps per policy, of which the median counts.
     profile: of this machine, for the simulated times.
@@ -153,11 +159,16 @@ def validate(
     except (NotRun, NotBuiltIn):
         config = None
     if config is not None:
+        if selected is not None:
+            raise WorkloadError("selected: this model is run, not captured; leave it out")
         job = _Job(config, length, precision, attention, choose_device(device), repeats, profile)
         return job.rows(batch, policies, report)
+    from sim.measure.captured import captured_step
+
     if device is not None:
         raise TiersimError(f"device {device!r}: a captured model runs on none; its tensors are fake")
-    return _tracked(model, batch, sequence, precision, attention, profile, policies, report)
+    step = captured_step(model, precision, attention, selected)
+    return _tracked(step, model, batch, sequence, profile, policies, report)
 
 
 def _check(precision: str, attention: str, repeats: int, policies: Sequence[str]) -> None:
@@ -242,20 +253,17 @@ class _Job:
 
 
 def _tracked(
+    step: CapturedStep,
     model: Any,
     batch: int | None,
     sequence: int | None,
-    precision: str,
-    attention: str,
     profile: Platform | None,
     policies: Sequence[str],
     report: Callable[[str], None],
 ) -> list[Row]:
-    from sim.measure.captured import captured_step
     from sim.measure.tracked import POLICIES as TRACKED
     from sim.measure.tracked import Tracked
 
-    step = captured_step(model, precision, attention)
     fixed = {} if sequence is None and is_reference(model) else {"sequence": sequence or SEQUENCE}
     run = [policy for policy in policies if policy in TRACKED]
     simulated = cache(lambda batch: step.simulated({**fixed, **({"batch": batch} if batch else {})}))

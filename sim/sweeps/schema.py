@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, StrictBool, StrictStr
 
-from sim.errors import ProfileError, TiersimError, UnitError, near
+from sim.errors import ProfileError, TiersimError, UnitError, WorkloadError, near
 from sim.layout import Layout, to_layout, with_devices
 from sim.policies.base import Policy
 from sim.units import format_bytes, format_time, parse_bytes, parse_time
@@ -97,6 +97,16 @@ class Several(ValueError):
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"value {value!r}: expected text")
+    return value
+
+
+def _selected(value: Any) -> Any:
+    from workloads.capturing.selections import Selections
+
+    try:
+        Selections(value)
+    except WorkloadError as error:
+        raise ValueError(str(error).removeprefix("selected: ")) from None
     return value
 
 
@@ -285,6 +295,7 @@ class StudyFile(BaseModel):
     lora_targets: Annotated[list[Annotated[str, PlainValidator(_text)]], Listed] | None = None
     lora_dropout: Annotated[list[Annotated[float, PlainValidator(_dropout)]], Listed] | None = None
     generate: Counts | None = None
+    selected: Annotated[list[Annotated[Any, PlainValidator(_selected)]], Listed] | None = None
     routing_seed: Seeds = [0]
     routing_skew: Annotated[list[Annotated[float, PlainValidator(_skew)]], Listed] = [0.0]
     profile: Annotated[list[Annotated[str, PlainValidator(_profile)]], Listed]
@@ -306,7 +317,7 @@ class StudyFile(BaseModel):
 WORKLOAD_AXES = (
     *("batch", "sequence", "precision", "attention", "optimizer", "loss", "stack", "dropout", "micro_batches"),
     *("frozen", "frozen_dtype", "lora_rank", "lora_targets", "lora_dropout", "routing_seed", "routing_skew"),
-    "generate",
+    *("generate", "selected"),
 )
 """The axes that go with `model` and not with `trace`."""
 

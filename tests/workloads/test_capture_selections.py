@@ -16,10 +16,13 @@ from sim import cli  # noqa: E402
 from sim.analysis.peak_memory import home_peak  # noqa: E402
 from sim.errors import WorkloadError  # noqa: E402
 from sim.experiment import simulate  # noqa: E402
+from sim.measure.validate import validate  # noqa: E402
+from sim.sweeps.study import StudyError, load_study  # noqa: E402
 from tests.validation.oracle import machine  # noqa: E402
 from workloads import load_trace  # noqa: E402
 from workloads.capture import capture  # noqa: E402
 from workloads.capturing.selections import chosen  # noqa: E402
+from workloads.steps import training_step  # noqa: E402
 
 ROWS, WIDTH = 64, 16
 
@@ -224,6 +227,70 @@ def test_the_command_line_takes_shares(tmp_path, capsys, monkeypatch):
     code, error = captured("--selected", "rpn.py=much")
     assert code == 2
     assert error.endswith("selected: needs a share from 0 to 1, has 'much'")
+
+
+STEP = """
+import torch
+
+model = torch.nn.Linear(8, 8)
+
+
+def step(batch=32):
+    y = model(torch.randn(batch, 8))
+    y[y > 0].sum().backward()
+    model.zero_grad()
+"""
+NOTE = "a condition on values holds for 25 % of them, as said of kept.py:9"
+
+
+def said(capsys, monkeypatch, *words):
+    """What a command prints, its error and its exit status."""
+    monkeypatch.setattr("sys.argv", ["tiersim", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = capsys.readouterr()
+    return printed.out, printed.err.strip(), ended.value.code
+
+
+@pytest.mark.parametrize("command", [("run",), ("compare", "--policies", "keep_all,dtr")])
+def test_commands_that_name_a_model_take_shares_and_say_so(tmp_path, capsys, monkeypatch, command):
+    (tmp_path / "kept.py").write_text(STEP, encoding="utf-8")
+    words = (*command, "--profile", "a100_40_pcie", "--model", f"{tmp_path / 'kept.py'}:step")
+    out, error, code = said(capsys, monkeypatch, *words, "--selected", "kept.py:9=0.25")
+    assert (error, code) == ("", 0)
+    assert NOTE in out
+    out, error, code = said(capsys, monkeypatch, *words)
+    assert code == 2
+    assert "--selected" in error
+    out, error, code = said(capsys, monkeypatch, *words, "--selected", "kept.py=0.5,kept.py=1")
+    assert (error, code) == ("tiersim: selected: 'kept.py' is given twice", 2)
+    out, error, code = said(capsys, monkeypatch, *words, "--selected", "25 %")
+    assert (error, code) == ("tiersim: selected: needs a share from 0 to 1, has '25 %'", 2)
+
+
+def test_the_share_that_was_given_is_that_of_the_trace(tmp_path):
+    (tmp_path / "kept.py").write_text(STEP, encoding="utf-8")
+    model = f"{tmp_path / 'kept.py'}:step"
+    kept = [
+        max(t.shape for t in training_step(model, selected=share).tensors if len(t.shape or ()) == 1 and t.bytes > 32)
+        for share in ("0.25", 0.5, {"kept.py": 0.75})
+    ]
+    assert kept == [(64,), (128,), (192,)]
+
+
+def test_a_model_that_selects_nothing_takes_no_share():
+    with pytest.raises(WorkloadError, match="selected: gpt2-small is built in and selects nothing by values"):
+        training_step("gpt2-small", batch=1, sequence=8, selected=0.5)
+    with pytest.raises(WorkloadError, match="selected: this model is run, not captured"):
+        validate(selected=0.5)
+
+
+def test_studies_take_shares():
+    study = {"model": "gpt2-small", "profile": "a100_40_pcie", "policy": "keep_all"}
+    with pytest.raises(StudyError, match=r"selected\[1\]: needs a share from 0 to 1, has 2"):
+        load_study({**study, "selected": [0.5, 2]})
+    cells = load_study({**study, "selected": [0.5, "rpn.py=0.25"]}).cells()
+    assert [cell.task["workload"]["selected"] for cell in cells] == [0.5, "rpn.py=0.25"]
 
 
 class Lengths(nn.Module):

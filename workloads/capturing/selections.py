@@ -24,8 +24,8 @@ REDUCTIONS = ("any", "all", "sum", "count_nonzero")
 UNIQUE = {"_unique2": (2, None), "unique_dim": (3, 1), "unique_consecutive": (1, 3)}
 """Per op the position of the argument that asks for places, before that which asks for counts, and of the axis."""
 
-Selected = float | Mapping[str, float] | None
-"""A share, or shares by file (`rpn.py`) or line (`rpn.py:283`), or patterns of these."""
+Selected = float | str | Mapping[str, float] | None
+"""A share, or shares by file (`rpn.py`) or line (`rpn.py:283`), or patterns of these; or "rpn.py:283=0.5,*=0.1"."""
 
 
 class Selections:
@@ -38,6 +38,8 @@ class Selections:
 
     def __init__(self, selected: Selected = None) -> None:
         shares: dict[Any, Any] = {} if selected is None else {REST: selected}
+        if isinstance(selected, str):
+            selected = _by_place(selected)
         if isinstance(selected, Mapping):
             shares = dict(selected)
         for place, share in shares.items():
@@ -58,6 +60,21 @@ class Selections:
                 if pattern != REST and fnmatchcase(wanted, pattern):
                     return share, place
         return (self._shares[REST], place) if REST in self._shares else None
+
+
+def _by_place(text: str) -> dict[str, float]:
+    """One share, or shares by place: "rpn.py:283=0.5,*=0.1"."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        place, _, share = (each.strip() for each in part.rpartition("="))
+        try:
+            number = float(share)
+        except ValueError:
+            raise WorkloadError(f"selected: needs a share from 0 to 1, has {share!r}") from None
+        if (place or REST) in found:
+            raise WorkloadError(f"selected: {place or REST!r} is given twice")
+        found[place or REST] = number
+    return found
 
 
 def note_reduced(op: str, args: Any, out: Any) -> None:
