@@ -306,6 +306,61 @@ class Largest(nn.Module):
         return x[: int(x.abs().max())].mean()
 
 
+class Jagged(nn.Module):
+    def forward(self, x):
+        rows = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+        return rows.values().mean()
+
+
+def test_jagged_tensors_are_refused_with_the_line_and_a_way_out():
+    with pytest.raises(WorkloadError, match=r"test_capture_selections\.py:\d+ \(rows = torch\.nested") as refused:
+        capture(Jagged, torch.zeros(4, 6, 8), selected=0.5)
+    assert "nested tensors (torch.nested) have no sizes without data: capture a variant with padded" in str(
+        refused.value
+    )
+
+
+class Words(nn.Module):
+    """A recurrent network over packed sequences whose lengths are known."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, [6, 4, 2, 1], batch_first=True)
+        return self.rnn(packed)[0].data.mean()
+
+
+def test_a_packed_sequence_is_refused_with_the_op_the_module_the_line_and_a_way_out():
+    with pytest.raises(WorkloadError, match=r"_pack_padded_sequence.* in the module Words cannot run") as refused:
+        capture(Words, torch.zeros(4, 6, 8))
+    assert "packed = nn.utils.rnn.pack_padded_sequence" in str(refused.value)
+    assert "padded sequences instead of packed ones" in str(refused.value)
+
+
+class Top(nn.Module):
+    """As many of the largest as are above zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.line(x).flatten()
+        return torch.topk(y, int((y > 0).sum())).values.sum()
+
+
+def test_how_many_of_the_largest_are_taken_is_the_share_that_is_said():
+    with pytest.raises(WorkloadError, match=r"topk\(y, int\(\(y > 0\)\.sum\(\)\)"):
+        capture(Top, torch.zeros(16, 8))
+    trace = capture(Top, torch.zeros(16, 8), selected=0.25)
+    (op,) = (op for op in trace.ops if ".topk" in f".{op.name}" and op.phase == "forward")
+    assert trace.tensors[op.writes[0]].shape == (32,)  # a quarter of 128
+    (note,) = trace.meta["assumed"]
+    assert note.startswith("a condition on values holds for 25 % of them, as said of test_capture_selections.py")
+
+
 @pytest.mark.parametrize(("module", "variant"), [(Lengths, "padded sequences"), (Largest, "in which that is fixed")])
 def test_a_share_is_named_as_the_way_out_only_where_it_is_one(module, variant):
     for selected in (None, 0.5):
