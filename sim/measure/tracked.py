@@ -123,6 +123,15 @@ class PhaseTracker(mem_tracker.MemTracker):
             else super()._update_and_maybe_create_winfos(t, *args, **kwargs)
         )
 
+    def _pre_fw_hook(self, module: Any, inputs: Any) -> None:
+        """A module that the step calls once more has new statistics; the tracker would refuse the call.
+
+        They are of each module, and no part of what all storages take.
+        """
+        if not self._mod_tracker.is_bw:
+            self.memory_tracking.pop(module, None)
+        super()._pre_fw_hook(module, inputs)
+
     def _track_module_params_and_buffers(self, module: Any, install_grad_hooks: bool = True) -> Any:
         return super()._track_module_params_and_buffers(module, install_grad_hooks=False)  # it refuses frozen weights
 

@@ -118,6 +118,20 @@ def test_a_script_has_the_peaks_of_pytorchs_tracker_in_each_phase(script):
 
 
 @needs_torch
+def test_a_model_that_the_step_calls_several_times_is_tracked(tmp_path):
+    """Two judgements of a discriminator, or micro-batches: PyTorch's tracker alone refuses the second call."""
+    lines = SCRIPT.format(parameters="batch=8", batch="batch").replace(
+        "    loss = ", "    for _ in range(2):\n        loss = "
+    )
+    script = tmp_path / "train.py"
+    script.write_text(lines.replace("    loss.backward()", "        loss.backward()"), encoding="utf-8")
+    rows = validate(f"{script}:step", batch=700, policies=("none", "checkpoint"))
+    for row in rows:
+        assert row.simulated_phases == pytest.approx(row.measured_phases, rel=2e-4), row.policy
+    assert rows[0].measured_bytes > 1.5 * rows[1].measured_bytes
+
+
+@needs_torch
 def test_a_batch_is_chosen_at_which_the_peaks_differ(script):
     said = []
     rows = validate(script("batch=8", "batch"), policies=("none", "checkpoint"), progress=said.append)
