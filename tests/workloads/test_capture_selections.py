@@ -20,7 +20,7 @@ from sim.measure.validate import validate  # noqa: E402
 from sim.sweeps.study import StudyError, load_study  # noqa: E402
 from tests.validation.oracle import machine  # noqa: E402
 from workloads import load_trace  # noqa: E402
-from workloads.capture import capture  # noqa: E402
+from workloads.capture import capture, capture_script  # noqa: E402
 from workloads.capturing.selections import chosen  # noqa: E402
 from workloads.steps import training_step  # noqa: E402
 
@@ -318,6 +318,15 @@ def test_jagged_tensors_are_refused_with_the_line_and_a_way_out():
     assert "nested tensors (torch.nested) have no sizes without data: capture a variant with padded" in str(
         refused.value
     )
+
+
+def test_lazy_modules_of_a_script_are_refused_with_the_line_and_a_way_out():
+    def build():
+        model = nn.Sequential(nn.Flatten(), nn.LazyLinear(4))
+        return lambda: model(torch.zeros(2, 3, 3)).sum().backward()
+
+    with pytest.raises(WorkloadError, match=r"nn\.LazyLinear\(4\).*: give them \(nn\.Linear for nn\.LazyLinear\)"):
+        capture_script(build)
 
 
 class Words(nn.Module):

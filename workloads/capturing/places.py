@@ -49,6 +49,8 @@ def way_out(error: BaseException) -> str:
     text = str(error).lower()
     if any(word in text for word in ("nccl", "process group", "process_group", "rendezvous", "world_size")):
         return "; capture the step of one process without torch.distributed, and simulate several with --dp"
+    if "uninitialized" in text:
+        return "; a lazy module has no sizes before its first call: give them (nn.Linear for nn.LazyLinear)"
     if "shape_env" in text:  # what a jagged tensor asks of fake tensors first
         return (
             "; nested tensors (torch.nested) have no sizes without data: capture a variant with padded tensors and a "
