@@ -12,8 +12,8 @@ has fitted yet. Before each run it is asked whether it can still win, by bounds 
 
 The first is proven but for policies whose work itself takes less time, which are tried all the same; the second is
 proven. The third is an assumption: that more memory, and no second policy, make nobody slower. Online policies and
-queues do not promise that. `scripts/make_advice.py` counts how often it is wrong, and holds the choice against an
-exhaustive search. A run that cannot be faster than the best found by more than `WORTH` is left out.
+queues do not promise that. `scripts/make_advice.py` holds the choice against an exhaustive search. A run
+that cannot be faster than the best found by more than `WORTH` is left out.
 """
 
 from __future__ import annotations

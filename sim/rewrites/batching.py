@@ -183,6 +183,7 @@ class _Split:
         self.which: list[tuple[int, int]] = []
         self.sums: dict[int, int] = {}
         self.slices: dict[int, list[int]] = {}
+        self.storages: dict[int, list[int]] = {}  # of a view among them, what its slices are views of
         self.exchanged: dict[int, int] = {}
 
     def run(self) -> tuple[Trace, list[tuple[int, int]]]:
@@ -337,6 +338,8 @@ class _Split:
                     name = self.tensors[t].name
                     raise TraceError(f"split_batch: {name!r} is needed with the rows of all {self.ranks} replicas")
                 self.slices.setdefault(t, []).append(current[t])
+                if t in self.trace.view_of:  # who reads a view reads its storage
+                    self.storages.setdefault(t, []).append(reads[op.reads.index(self.trace.view_of[t])])
             elif t in self.needed_outside:
                 ranks = self.groups if by_expert else self.ranks
                 if not self.dealt or ranks == 1:
@@ -419,7 +422,8 @@ class _Split:
             self.whole[t] = self.new.tensor(tensor)
             fields = {"phase": self.ops[-1].phase, "layer": tensor.layer}
             fields |= {"device": source.device, "engine": source.engine}
-            self.new.glue(f"{tensor.name}.concat", "copy", pieces, [self.whole[t]], **fields)
+            reads = [*pieces, *self.storages.get(t, ())]
+            self.new.glue(f"{tensor.name}.concat", "copy", reads, [self.whole[t]], **fields)
             self.which.append((int(self.trace.producer[t]), self.n - 1))
 
 

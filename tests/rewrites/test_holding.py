@@ -124,6 +124,18 @@ def test_a_stage_lets_go_by_the_last_of_its_own_ops_before_the_release_point(unt
     assert points(trace) == {f"a.y.mb{k}": f"{expected}.mb{k}" for k in (0, 1)}
 
 
+def test_slices_of_a_view_are_joined_beside_what_they_are_views_of():
+    b = TraceBuilder({"batch": 4, "samples": 4})
+    x, y, d = b.tensor("x", 16, "input"), b.tensor("y", 0), b.tensor("d", 0, "temporary")
+    b.op("view", reads=[x], writes=[y], views=[0], splits=("batch",))
+    b.op("loss", "loss", phase="backward", reads=[y, x], writes=[d], splits=("batch",))
+    trace = b.build(outputs=[x, y], carry=())
+    halves = split_batch(trace, 2)
+    check_origin(halves, trace)
+    joined = halves.ops[halves.op_id("y.concat")]
+    assert {halves.tensors[t].name for t in joined.reads} == {"y.mb0", "y.mb1", "x.mb0", "x.mb1"}
+
+
 @settings(max_examples=60, deadline=None)
 @given(random_traces(), st.integers(1, 3), st.integers(0, 6), st.data())
 def test_rewrites_of_what_holds_are_rewrites_of_what_does_not_and_hold(net, every, longer, data):

@@ -61,7 +61,8 @@ class Hybrid(Policy):
     Wherever that takes less time than what was found, copies of the rest are planned beside it in the same way.
     Of pipelines this model knows the ops of each device, but not when it waits for others. So there a plan by the
     pipeline's timeline, that of `mpress`, is the plan if it takes no longer than unlimited memory, else it and
-    `full_recompute` are compared with the drafts. Where no draft fits, `full_recompute` is the plan if that does.
+    `full_recompute` are compared with the drafts. Where no draft fits, `full_recompute` is the plan if that does,
+    with what its checkpoints hold for longer (`hold_longer`), the only rewrite that there is here.
     Recomputation that is chosen is lazy: an op is recomputed right before its results are first read, from what is
     resident or comes back for it. Results that only forward reads may be kept or offloaded, too, for others to be
     recomputed from; so an expensive op is not recomputed for the cheap ones behind it.
@@ -89,9 +90,10 @@ class Hybrid(Policy):
 
     recomputes = True
     moves = True
+    rewrites = True  # where `full_recompute` is the plan: what its checkpoints hold for longer
     solver = "lp"
     fidelity = "reconstruction"
-    rarely = "nothing is offloaded or recomputed where all fits"
+    rarely = "nothing is offloaded or recomputed where all fits, and it rewrites only where nothing of its own does"
     other_values = by_parameter(rounds=1)
 
     rounds: Annotated[int, Ge(1)] = 6
