@@ -73,10 +73,15 @@ def rerun_ns(problem: Problem, schedule: Schedule) -> int:
 
 
 def once_ns(problem: Problem) -> int:
-    """Nanoseconds of every op of a device's main engine, run once, for the device with most: no plan takes less."""
+    """Nanoseconds of every op of a device's main engine, run once, for the device with most: no plan takes less.
+
+    What a group exchanges is no work of an engine.
+    """
     columns, platform = problem.trace.op_columns, problem.platform
     engine, busy = columns.engine, Counter[int]()
     for op, device in enumerate(columns.device.tolist()):
+        if op in columns.group:
+            continue
         if op not in engine or platform.engine_for(device, engine[op]) == platform.engine_for(device):
             busy[device] += problem.cost.op_ns(op)
     return max(busy.values(), default=0)

@@ -218,6 +218,7 @@ def test_the_least_makespan_on_two_devices_is_the_busier_ones(name):
     for device, duration in enumerate((10, 7)):
         x, y = b.tensor(f"x{device}", 40, "input"), b.tensor(f"y{device}", 40, "temporary")
         b.op(f"f{device}", reads=[x], writes=[y], device=device, duration=duration)
+        b.op(f"sum{device}", "collective", reads=[y], bytes=0, device=device, group="sum", duration=5)
     run = run_policy(load(name), b.build(carry=()), hand_machine(devices=2))
     if run.plan is not None:
         assert run.plan.notes["makespan_bound_ns"] == run.log.end == 10
