@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import count
@@ -147,6 +147,12 @@ class Job:
             self.bytes = 0
         return part
 
+    def end_with(self, end: Callable[[Job, int], None], clock: Clock) -> None:
+        """Have the clock call `end` when what is under way ends, and no more what it was to call before."""
+        if self.alarm is not None and not self.alarm.processed:
+            self.alarm.callbacks = []
+        self.alarm = clock.at(self.ends, self.rank, lambda _: end(self, self.ends))
+
     def present(self, now: int, settled: bool) -> tuple[int, int]:
         """When the chunk under way ends, and the bytes of those after it. settled: that of `now` has begun already."""
         row = self.row
@@ -241,7 +247,7 @@ class Links:
             if job.row is not None:
                 for i in job.route:
                     self._rows[i][job] = None
-            self._set_alarm(job)
+            job.end_with(self._end, self._clock)
             return
         use = job.route, job.most
         if use not in self._users:
@@ -253,16 +259,12 @@ class Links:
         else:
             self._flows.start(flow, now)
 
-    def _set_alarm(self, job: Job) -> None:
-        job.alarm = self._clock.at(job.ends, job.rank, lambda _: self._end(job, job.ends))
-
     def _stop(self, job: Job) -> None:
         """Another goes first when the chunk under way ends."""
         for link in job.route:
             del self._rows[link][job]
         if job.stop(self._clock.now, self._clock.has_settled):
-            job.alarm.callbacks.clear()  # type: ignore[union-attr]
-            self._set_alarm(job)
+            job.end_with(self._end, self._clock)
 
     def _pace(self, job: Job) -> tuple[int, int | Fraction]:
         """Fixed ns and bytes/s of a job alone on its route, at most those of its codec."""
@@ -277,7 +279,7 @@ class Links:
         self._clock.advance(now)
         del self._running[job]
         if job.row is not None:
-            job.row = None
+            job.stop(now, settled=False)
             for link in job.route:
                 del self._rows[link][job]
         for link in job.route:
