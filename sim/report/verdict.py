@@ -103,7 +103,7 @@ def winners_lines(jobs: Sequence[Sequence[Row]], model_error: float = MODEL_ERRO
         as that policy.
     model_error: see `verdict_lines`.
     """
-    if len({str(row["policy"]) for rows in jobs for row in rows}) < 2:
+    if len({row["policy"] for rows in jobs for row in rows}) < 2:
         return []
     first, near, empty = Counter[str](), Counter[str](), 0
     for rows in jobs:
@@ -112,7 +112,7 @@ def winners_lines(jobs: Sequence[Sequence[Row]], model_error: float = MODEL_ERRO
             empty += any(row["fits"] is False for row in rows)
             continue
         top, limit = fitting[0], (1 + model_error) * fitting[0]["makespan_ns"]
-        first[str(top["policy"])] += 1
+        first[top["policy"]] += 1
         near.update({str(row["policy"]) for row in fitting if row["makespan_ns"] <= limit} - {str(top["policy"])})
     lines = []
     if first:

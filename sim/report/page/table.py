@@ -122,9 +122,10 @@ def _sum(row: Row, key: str) -> int | None:
 
 def _verdict(view: TableView, differ: Sequence[str]) -> list[str]:
     """Of one job what `compare` ends with, of several in how many each policy is the fastest."""
+    rows = [{**row, "policy": str(row.get("policy"))} for row in _summed(view.rows)]  # a folder may say anything
     if not differ or differ == ["policy"]:
-        return verdict_lines(_summed(view.rows))
-    return winners_lines(_jobs(_summed(view.rows), view.labels))
+        return verdict_lines(rows)
+    return winners_lines(_jobs(rows, view.labels))
 
 
 def _jobs(rows: Sequence[Row], labels: Sequence[str]) -> list[list[Row]]:
