@@ -10,6 +10,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from sim.declared import Size
+from sim.errors import IllegalPlan, OutOfMemory
 from sim.hardware.platform import Platform
 from sim.plan import Action, Move, Plan, Problem
 from sim.policies.base import Policy, by_parameter
@@ -89,6 +90,17 @@ class PatrickStar(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """Which tiles the CPU updates; where each chunk is at each op."""
+        plan = self._plan(problem, in_place=True)
+        try:
+            problem.evaluate(plan)
+        except IllegalPlan:  # recomputation beside it reads a weight after the gradient has taken its place
+            return self._plan(problem, in_place=False)
+        except OutOfMemory:
+            pass
+        return plan
+
+    def _plan(self, problem: Problem, *, in_place: bool) -> Plan:
+        """in_place: whether a gradient takes the place of its 16-bit weight, and the new weight the gradient's."""
         platform, trace = problem.platform, problem.trace
         host = updating_host(platform, "patrickstar", "to move chunks to")
         updates = device_updates(trace)
@@ -97,7 +109,8 @@ class PatrickStar(Policy):
         kept = self._kept(trace, budgets, rest) if problem.history else []
         stay = {op for tile in kept for op in tile}
         updates = [op for op in updates if op not in stay]
-        fused = into_gradients(fuse_updates(with_weight_parts(trace, updates), updates) if updates else trace)
+        fused = fuse_updates(with_weight_parts(trace, updates), updates) if updates else trace
+        fused = into_gradients(fused) if in_place else fused
         own = {trace.op_columns.name[op] for op in stay}
         split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in own])
         new = updated_on_host(split, in_place=True) if split.updates else None
