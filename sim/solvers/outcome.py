@@ -75,7 +75,7 @@ def rerun_ns(problem: Problem, schedule: Schedule) -> int:
 def once_ns(problem: Problem) -> int:
     """Nanoseconds of every op of a device's main engine, run once, for the device with most: no plan takes less.
 
-    What a group exchanges is no work of an engine.
+    What a group exchanges takes no time of an engine.
     """
     columns, platform = problem.trace.op_columns, problem.platform
     engine, busy = columns.engine, Counter[int]()
