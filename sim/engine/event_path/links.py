@@ -87,8 +87,8 @@ class Job:
     """
 
     __slots__ = (
-        *("alarm", "began", "bytes", "chunk", "delay", "ends", "flow", "is_waiting", "key", "most", "rank", "route"),
-        "row",
+        *("alarm", "began", "bytes", "chunk", "delay", "ends", "flow"),
+        *("is_waiting", "key", "most", "rank", "route", "row"),
     )
 
     def __init__(

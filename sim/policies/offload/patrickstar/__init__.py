@@ -52,8 +52,9 @@ class PatrickStar(Policy):
         Gemini in Colossal-AI.
     Bounds: no policy that fetches on access evicts fewer equal chunks. Model state of a parameter in 16 bits with
         Adam: 14 bytes, on the device or on the host, whichever updates it, since the gradient replaces the weight and
-        the new weight, which is written from the fp32 master, the gradient; 16 without masters, or where the program
-        holds gradients beyond their update. On p ranks each has 1/p of that, and sends 6 (p - 1) / p bytes per
+        the new weight, which is written from the fp32 master, the gradient; 16 without masters, where the program
+        holds gradients beyond their update, or beside recomputation that reads a weight after its gradient is there,
+        which a replay of the plan tells. On p ranks each has 1/p of that, and sends 6 (p - 1) / p bytes per
         parameter and step. Padding of a chunk: less than the next weight, which did not fit; it is counted in `padding`
         of the plan's notes, and takes no memory here. Plans in O(ops x chunks).
     Departs: a chunk's tensors are copied one by one, each at the fixed time of a copy. The host keeps a weight, whose
