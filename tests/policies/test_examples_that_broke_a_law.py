@@ -214,6 +214,8 @@ def test_nothing_is_in_use_on_a_device_where_nothing_was_allocated():
 
 @pytest.mark.parametrize("name", ["checkmate", "joint_optimal", "moccasin"])
 def test_the_least_makespan_on_two_devices_is_the_busier_ones(name):
+    if name == "moccasin":
+        pytest.importorskip("ortools", reason="the extra `solvers` (OR-Tools) is not installed")
     b = TraceBuilder()
     for device, duration in enumerate((10, 7)):
         x, y = b.tensor(f"x{device}", 40, "input"), b.tensor(f"y{device}", 40, "temporary")

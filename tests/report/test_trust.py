@@ -517,7 +517,8 @@ def test_a_trace_of_all_ranks_is_used_again_where_asked(tmp_path, capsys):
     assert tiersim("report", out, "-o", tmp_path / "r.html", "--trust", capsys=capsys)[::2] == (0, "")
 
 
-def test_a_model_whose_file_is_a_circle_of_links_is_one_line(tmp_path, capsys, monkeypatch):
+def test_a_model_whose_file_is_a_circle_of_links_is_one_line(tmp_path, capsys):
+    pytest.importorskip("torch", reason="capturing needs PyTorch: pip install 'tiersim[torch]'")
     out = tmp_path / "out"
     assert tiersim("run", *JOB, "--policy", "keep_all", "-o", out, capsys=capsys)[0] == 0
     (tmp_path / "loop.py").symlink_to("loop.py")
