@@ -13,6 +13,9 @@ from tests.engine.reference import simulate
 from tests.engine.reference.sharing import fair, is_fair
 
 FEW, MANY = 400, 6000
+# problems on which they differed once: a device that waited for space asked again though none was given back, and a
+# write in place looked at a move of the old value before all had read it
+ONCE_DIFFERENT = (9046, 10457, 11640, 20821)
 
 
 def differences(first: int, count: int) -> list[str]:
@@ -29,6 +32,11 @@ def differences(first: int, count: int) -> list[str]:
 @pytest.mark.parametrize("part", range(4))
 def test_engine_and_reference_agree_in_every_figure(part):
     assert differences(part * FEW // 4, FEW // 4) == []
+
+
+@pytest.mark.parametrize("number", ONCE_DIFFERENT)
+def test_they_agree_where_they_once_differed(number):
+    assert differences(number, 1) == []
 
 
 @pytest.mark.slow

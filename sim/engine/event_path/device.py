@@ -81,7 +81,7 @@ class Device:
             if others and not clock.is_next(FREES + op):
                 yield from self.waits.turn(FREES + op)
             free_after(op)
-            if space.waiting:
+            if entry.workspace and space.waiting:
                 space.offer(home)
             if queue and queue[0][0] <= clock.now:
                 yield from self.waits.turn(starts)

@@ -142,7 +142,7 @@ class Outputs:
                 return
             if old in residency.in_flight:
                 yield from self._waits.transfer_of(old, "hazard", op)
-            else:
+            while self._is_read_beside(old, op):  # a move that is asked for meanwhile is looked at when all have read
                 wake = self._waits.wake_up()
                 lifetimes.wait_to_overwrite(old, wake)
                 yield from self._waits.stall(wake, "hazard", op, old)
