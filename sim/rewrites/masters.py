@@ -78,24 +78,25 @@ def gradients_replaced(trace: Trace) -> dict[int, int]:
     return found
 
 
-def without_held_weights(trace: Trace) -> Trace:
+def without_held_weights(trace: Trace, updates: Collection[int] | None = None) -> Trace:
     """The trace in which no update reads a weight that it only holds; the weight's last reader is one before.
 
-    Ops and tensors keep their ids.
+    Ops and tensors keep their ids. updates: the ops that this is for, all where none are given.
     """
     unread: dict[int, set[int]] = {}
-    for op in np.flatnonzero(trace.op_columns.phase == UPDATE).tolist():
+    for op in np.flatnonzero(trace.op_columns.phase == UPDATE).tolist() if updates is None else updates:
         held = held_weights(trace, trace.reads(op), trace.writes(op))
         if used_before := {w for w in held if any(reader != op for reader in trace.readers(w))}:
             unread[op] = used_before
     return _unread(trace, "without_held_weights", unread, {})
 
 
-def into_gradients(trace: Trace) -> Trace:
+def into_gradients(trace: Trace, updates: Collection[int] | None = None) -> Trace:
     """The trace in which new 16-bit weights take over their gradients' storage, and no update reads the old ones.
 
     Ops and tensors keep their ids. Where no weight has a gradient of its size that ends with the update, the trace
     itself: fp32 gradients of 16-bit weights are larger, and a loop may hold those of a layer to its last update.
+    updates: the ops that this is for, all where none are given.
     """
     t, moved = trace.tensor_columns, dict[int, int]()
     released, outputs = dict(points(trace)), set(trace.outputs)
@@ -103,7 +104,8 @@ def into_gradients(trace: Trace) -> Trace:
         w, op = int(t.replaces[new]), int(trace.producer[new])
         used_before = any(reader != op for reader in trace.readers(w))
         ends = trace.readers(g)[-1] == op == released.get(g, op) and trace.replaced_by[g] < 0 and g not in outputs
-        if used_before and ends and w not in outputs and t.bytes[g] == t.bytes[w]:
+        meant = updates is None or op in updates
+        if meant and used_before and ends and w not in outputs and t.bytes[g] == t.bytes[w]:
             moved[new] = g
     unread: dict[int, set[int]] = {}
     for new in moved:
@@ -111,7 +113,7 @@ def into_gradients(trace: Trace) -> Trace:
     return _unread(trace, "into_gradients", unread, moved)
 
 
-def _unread(trace: Trace, key: str, unread: dict[int, set[int]], moved: dict[int, int]) -> Trace:
+def _unread(trace: Trace, rule: str, unread: dict[int, set[int]], moved: dict[int, int]) -> Trace:
     """Without some reads of some ops, at the same cost. moved: per tensor the one whose storage it takes over."""
 
     def make() -> tuple[Trace, Trace]:
@@ -128,4 +130,4 @@ def _unread(trace: Trace, key: str, unread: dict[int, set[int]], moved: dict[int
         built = new.build(outputs=trace.outputs, carry=trace.carry)
         return built, built
 
-    return kept(trace, key, make) if unread else trace
+    return kept(trace, (rule, frozenset(unread)), make) if unread else trace

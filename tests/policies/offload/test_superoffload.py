@@ -63,6 +63,21 @@ def test_what_the_device_updates_does_not_cross(run) -> None:
     assert run(tiny(), "superoffload", on_device=100).out == {}
 
 
+def test_the_host_holds_14_bytes_of_each_parameter_that_waits_and_12_of_the_others(run) -> None:
+    """States in fp32, and the gradient or, in its place, the new weight; of what the device updates nothing."""
+    trace = tiny()
+    counters = sum(t.bytes for t in trace.tensors if t.name.endswith(".step") and trace.producer[t.id] < 0)
+    waiting = run(tiny(), "superoffload", on=machine(cpu_rate=1), on_device=0)
+    assert waiting.host_peak == 14 * trace.meta["parameters"] + counters
+    at_once = run(tiny(), "superoffload", on=machine(cpu_rate=1 << 60), on_device=0, lag=0)
+    layers = max(sum(t.bytes for t in trace.tensors if t.role == "weight" and t.layer == n) for n in range(-1, 4))
+    assert 0 < at_once.host_peak - (12 * trace.meta["parameters"] + counters) <= 2 * layers
+    some = run(tiny(), "superoffload", on=machine(cpu_rate=1), on_device=2)
+    on_cpu = sum(some.out.values()) // 2
+    assert 0 < on_cpu < trace.meta["parameters"]
+    assert some.host_peak == pytest.approx(14 * on_cpu, abs=counters)
+
+
 @pytest.mark.parametrize("parameters", [{}, {"on_device": 0}, {"on_device": 2, "lag": 0}, {"lag": 4}])
 def test_values_are_those_of_the_plain_run(parameters, run) -> None:
     trace = tiny()

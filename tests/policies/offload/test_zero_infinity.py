@@ -111,6 +111,22 @@ def test_between_steps_the_drive_holds_14_bytes_a_parameter_and_the_device_none(
     assert done.summary()["peak_by_tier"]["host"] <= 4 * largest
 
 
+@pytest.mark.parametrize(("states", "tier"), [("host", "host"), ("nvme", "nvme")])
+def test_with_weights_on_the_device_14_bytes_a_parameter_are_below_it(states, tier) -> None:
+    """12 of states, and the gradient or, in its place, the new weight, which goes up as soon as it is written."""
+    trace = transformer(TINY, batch=1, sequence=32, precision="mixed_fp16", optimizer="adamw_fused")
+    elements = trace.meta["parameters"]
+    done = simulate(trace, with_drive(cpu_rate=100 * GB), "zero_infinity", weights="device", states=states)
+    assert not departures(done.plan.trace, trace)
+    here = done.memory[done.memory.tier == tier]
+    steps = here[here.tensor.str.contains(r"\.step")].groupby("time_ns").delta_bytes.sum().cumsum().max()
+    held = here[~here.tensor.str.contains(r"\.step")].groupby("time_ns").delta_bytes.sum().cumsum()
+    assert steps <= 4 * 100
+    assert (held.max(), held.iloc[-1]) == (14 * elements, 12 * elements)
+    moved = done.summary()["moved_bytes"]
+    assert moved["d2h"] == moved["h2d"] == 2 * elements
+
+
 @pytest.mark.parametrize(("ahead", "runs"), [(0, 1), (1, 2), (3, 4)])
 def test_the_device_holds_the_weights_of_a_window(ahead, runs) -> None:
     done = simulate(layers(10, 1000, 2000, 4000), with_drive(), "zero_infinity", ahead=ahead)

@@ -17,6 +17,7 @@ from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.zero_infinity.update import Update
 from sim.rewrites.fused_update import fuse_updates
 from sim.rewrites.host_update import Split, device_updates, updated_on_host, updating_host
+from sim.rewrites.masters import into_gradients, without_held_weights
 from sim.rewrites.weight_parts import with_weight_parts
 from sim.solvers.streaming import idle, parts_up, stream_weights
 from sim.units import to_bytes
@@ -35,9 +36,9 @@ class ZeroInfinity(Policy):
     Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", SC 2021,
         arXiv:2104.07857, sections 5.1 (offload of all states), 5.2.2 and 6.2 (overlap), 6.3 (pinned buffers).
     Bounds: with 16-bit weights and gradients of N parameters the drive holds 14N bytes between steps, 16N with
-        gradients (a larger one shows a tile more: new states take their space in the instant in which the old ones
-        give theirs up); the device the weights of `ahead` + 1 neighbouring runs, a bucket that fills and those that
-        leave.
+        gradients, 12N and 14N where weights stay on the device (a larger one shows a tile more: new states take their
+        space in the instant in which the old ones give theirs up); the device the weights of `ahead` + 1 neighbouring
+        runs, a bucket that fills and those that leave.
         Per step 2N bytes per fetch of all weights (up to twice, three times with recomputation) and 2N of gradients
         cross the device's link, and the update reads 16N and writes 14N bytes of the drive. Without overlap, work of
         `ait` FLOPs per byte runs at ait x rate / (ait x rate + peak) of the peak (section 4). Plans in O(ops +
@@ -80,7 +81,10 @@ class ZeroInfinity(Policy):
         platform, trace = problem.platform, problem.trace
         host, drive = self._tiers(platform)
         updates = device_updates(trace)
-        split = Split(fuse_updates(with_weight_parts(trace, updates), updates)) if updates else None
+        fused = fuse_updates(with_weight_parts(trace, updates), updates)
+        if self.weights == "device":
+            fused = without_held_weights(into_gradients(fused))
+        split = Split(fused) if updates else None
         new = updated_on_host(split, in_place=self.weights != "device") if split else None
         whole = new.trace if new else trace
         far = {"device": "", "host": host, "nvme": drive, "auto": drive or host}[self.weights]
