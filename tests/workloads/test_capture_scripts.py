@@ -23,7 +23,7 @@ FUNCTIONS = {
     # script: function that is or returns the step; parameters; layers; bytes of the optimizer per byte of weights
     "adapters": ("main", 111488, 2, 2),
     "adversarial": ("step", 76800, 15, 2),
-    "convnext": ("main", 3377730, 4, 2),
+    "convnext": ("main", 3377730, 12, 2),
     "dense_network": ("step", 6964106, 7, 2),
     "diffusion": ("main", 774531, 10, 2),
     "digits": ("main", 1199882, 0, 2),
