@@ -21,6 +21,8 @@ Departs from a run on a GPU:
 - Hugging Face's models (version 5) take their batches to be without padding, unless a mask with padding is given with
   its values (see `workloads.capturing.unpadded`), and a row to be one sequence, unless `position_ids` with their values
   start again. Attention over packed sequences (`varlen_attn`) takes each to be as long as the longest may be.
+- Recurrent layers over packed sequences (`pack_padded_sequence`) take the lengths that are known as values, and else
+  that of the batch (see `workloads.capturing.packed`).
 
 Needs PyTorch: pip install 'tiersim[torch]'.
 """
@@ -44,6 +46,7 @@ from workloads.capturing.cuda_calls import answered
 from workloads.capturing.held import DESCRIBED, held_by, joined
 from workloads.capturing.kernels import CHOICES, grouped_products, mapped_to_cuda
 from workloads.capturing.making import made_fake, made_under_fake_tensors
+from workloads.capturing.packed import padded_again
 from workloads.capturing.places import line_of, way_out
 from workloads.capturing.record import Recording
 from workloads.capturing.recorder import Recorder
@@ -264,6 +267,7 @@ def _on_a_gpu(
             mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext(),
             cuda_autocast(recorder.count),
             answered("cpu", recorder.assume),
+            padded_again(),
             nullcontext() if padded else unpadded(recorder.assume, packed=packed),
             recorder.watching(),
         ):

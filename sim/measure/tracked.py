@@ -20,9 +20,12 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools import mem_tracker, mod_tracker
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sim.measure.gpt2 import EXPENSIVE as PRODUCTS
+from workloads.capturing.kernels import counts_on_host
+from workloads.capturing.packed import HOST
 
 OWN: Mapping[str, Mapping[str, Any]] = {
     "gradient_checkpointing_enable": {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
@@ -67,7 +70,14 @@ class Tracked:
     def around(self, model: Any, optimizers: Sequence[Any]) -> Iterator[None]:
         """Track a step. All that lives before it counts, except counters of steps, which are on a GPU's host."""
         tracker = PhaseTracker()
-        counters = (state.get("step") for tuned in optimizers for state in tuned.state.values())
+        tracker.fake = True
+        counters = (
+            tuned.state[parameter].get("step")
+            for tuned in optimizers
+            for group in tuned.param_groups
+            for parameter in group["params"]
+            if counts_on_host(group) and parameter in tuned.state
+        )
         tracker.host = {x.untyped_storage()._cdata for x in counters if isinstance(x, torch.Tensor)}
         mode = mem_tracker.active_fake_mode()
         alive = (x for x in gc.get_objects() if type(x) is FakeTensor and x.fake_mode is mode)
@@ -82,12 +92,15 @@ class PhaseTracker(mem_tracker.MemTracker):
     """The tracker, with the most bytes of each phase.
 
     host: storages that are not counted.
+    fake: whether the step is fake. The few tensors with data that it has count from their first use, but for numbers of
+        packed sequences, which are on a GPU's host.
     highest: by phase. What runs after a backward pass outside modules (clipping, averages) counts as update.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.host: set[int] = set()
+        self.fake = False
         self.highest: dict[str, int] = {}
         self.differentiating = self.after_backward = False
 
@@ -117,11 +130,21 @@ class PhaseTracker(mem_tracker.MemTracker):
         return observed
 
     def _update_and_maybe_create_winfos(self, t: Any, *args: Any, **kwargs: Any) -> Any:
-        return (
-            set()
-            if t.untyped_storage()._cdata in self.host
-            else super()._update_and_maybe_create_winfos(t, *args, **kwargs)
-        )
+        return set() if self._is_left_out(t) else super()._update_and_maybe_create_winfos(t, *args, **kwargs)
+
+    def _track(self, reftype: Any, t: Any) -> None:
+        """Count the result of an op."""
+        if not self._is_left_out(t):
+            super()._track(reftype, t)
+
+    def _is_left_out(self, t: Any) -> bool:
+        if self.fake and hasattr(t, HOST):
+            return True
+        return bool(self.host) and t.layout == torch.strided and t.untyped_storage()._cdata in self.host
+
+    def _track_inputs_or_outputs(self, args: Any) -> int:
+        """What a module is given or returns, in a flat list: a packed sequence can't be rebuilt from sizes."""
+        return int(super()._track_inputs_or_outputs(tree_leaves(args)))
 
     def _pre_fw_hook(self, module: Any, inputs: Any) -> None:
         """A module that the step calls once more has new statistics; the tracker would refuse the call.
@@ -137,6 +160,9 @@ class PhaseTracker(mem_tracker.MemTracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, then note what all storages take."""
+        for each in tree_leaves((args, kwargs)) if self.fake and func._opname != "lift_fresh" else ():
+            if type(each) is torch.Tensor:
+                self._update_and_maybe_create_winfos(each, mem_tracker._MemRefType.OTH)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         held = sum(each[mem_tracker._TOTAL_KEY] for each in self.get_tracker_snapshot("current").values())
         phase = self._phase()

@@ -293,14 +293,6 @@ def test_studies_take_shares():
     assert [cell.task["workload"]["selected"] for cell in cells] == [0.5, "rpn.py=0.25"]
 
 
-class Lengths(nn.Module):
-    """Packs sequences of lengths that are values, which no share of elements gives."""
-
-    def forward(self, x):
-        lengths = (x[..., 0] != 0).sum(1).cpu()
-        return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False).data.mean()
-
-
 class Largest(nn.Module):
     def forward(self, x):
         return x[: int(x.abs().max())].mean()
@@ -312,11 +304,20 @@ class Jagged(nn.Module):
         return rows.values().mean()
 
 
-def test_jagged_tensors_are_refused_with_the_line_and_a_way_out():
-    with pytest.raises(WorkloadError, match=r"test_capture_selections\.py:\d+ \(rows = torch\.nested") as refused:
-        capture(Jagged, torch.zeros(4, 6, 8), selected=0.5)
-    assert "nested tensors (torch.nested) have no sizes without data: capture a variant with padded" in str(
-        refused.value
+class FromJagged(nn.Module):
+    def forward(self, x):
+        rows = torch.nested.nested_tensor_from_jagged(x[0], torch.tensor([0, 2, 6]))
+        return rows.values().mean()
+
+
+@pytest.mark.parametrize(("kind", "op"), [(Jagged, "nested_tensor"), (FromJagged, "nested_tensor_from_jagged")])
+def test_jagged_tensors_are_refused_with_the_op_the_module_the_line_and_a_way_out(kind, op):
+    with pytest.raises(
+        WorkloadError, match=rf"^op {op} in module '1' cannot run without data at .*\.py:\d+ \(rows = "
+    ) as e:
+        capture(lambda: nn.Sequential(nn.Linear(8, 8), kind()), torch.zeros(4, 6, 8), selected=0.5)
+    assert "nested tensor (torch.nested) depend on data: capture a variant with padded tensors and a mask" in str(
+        e.value
     )
 
 
@@ -327,25 +328,6 @@ def test_lazy_modules_of_a_script_are_refused_with_the_line_and_a_way_out():
 
     with pytest.raises(WorkloadError, match=r"nn\.LazyLinear\(4\).*: give them \(nn\.Linear for nn\.LazyLinear\)"):
         capture_script(build)
-
-
-class Words(nn.Module):
-    """A recurrent network over packed sequences whose lengths are known."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.LSTM(8, 8, batch_first=True)
-
-    def forward(self, x):
-        packed = nn.utils.rnn.pack_padded_sequence(x, [6, 4, 2, 1], batch_first=True)
-        return self.rnn(packed)[0].data.mean()
-
-
-def test_a_packed_sequence_is_refused_with_the_op_the_module_the_line_and_a_way_out():
-    with pytest.raises(WorkloadError, match=r"_pack_padded_sequence.* in the module Words cannot run") as refused:
-        capture(Words, torch.zeros(4, 6, 8))
-    assert "packed = nn.utils.rnn.pack_padded_sequence" in str(refused.value)
-    assert "padded sequences instead of packed ones" in str(refused.value)
 
 
 class Top(nn.Module):
@@ -370,10 +352,9 @@ def test_how_many_of_the_largest_are_taken_is_the_share_that_is_said():
     assert note.startswith("a condition on values holds for 25 % of them, as said of test_capture_selections.py")
 
 
-@pytest.mark.parametrize(("module", "variant"), [(Lengths, "padded sequences"), (Largest, "in which that is fixed")])
-def test_a_share_is_named_as_the_way_out_only_where_it_is_one(module, variant):
+def test_a_share_is_named_as_the_way_out_only_where_it_is_one():
     for selected in (None, 0.5):
         with pytest.raises(WorkloadError, match=r"cannot run without data at test_capture_selections\.py") as refused:
-            capture(module, torch.zeros(4, 6, 8), selected=selected)
-        assert variant in str(refused.value)
+            capture(Largest, torch.zeros(4, 6, 8), selected=selected)
+        assert "in which that is fixed" in str(refused.value)
         assert "selected=" not in str(refused.value)

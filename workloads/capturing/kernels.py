@@ -11,7 +11,7 @@ masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -19,6 +19,11 @@ from typing import Any
 CHOICES = ("cpu", "cuda")
 FLASH_HEAD = 256
 """The largest head that flash attention supports."""
+
+
+def counts_on_host(group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer counts the steps of that group on the host although its parameters are on a GPU."""
+    return not (group.get("fused") or group.get("capturable"))
 
 
 @contextmanager

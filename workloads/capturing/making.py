@@ -19,6 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from workloads.capturing.packed import HOST
+
 COMPILED = "what is compiled by torch.compile runs uncompiled"
 LOADED = "a loader's workers load in the step's own process"
 VALID = "arguments and values of distributions are valid"
@@ -51,8 +53,12 @@ def made_under_fake_tensors(assumed: Callable[[str], None], all_numbers: bool = 
     deep = tensor.__deepcopy__
 
     def is_plain(value: Any) -> bool:
-        """Whether a tensor has values; one of vmap and its like may have a fake one inside."""
-        return type(value) is tensor and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        """Whether a tensor has values; one of vmap and its like may have a fake one inside.
+
+        Numbers of a packed sequence have, too, and what is made by them is fake.
+        """
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
+        return type(value) is tensor and not wrapped and not hasattr(value, HOST)
 
     class Mode(modes.TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -34,6 +34,17 @@ def line_of(error_trace: TracebackType | None = None) -> str:
     return f"{_shown(inner)}, called at {_shown(written)}"
 
 
+def called_of_torch() -> str:
+    """The function of PyTorch's that the innermost such line calls, by its name, "" for none."""
+    torch = str(Path(str(import_module("torch").__file__)).parent) + os.sep
+    name, frame = "", sys._getframe(1)
+    while frame is not None and _is_inside(frame.f_code.co_filename, (torch, *OWN)):
+        if frame.f_code.co_filename.startswith(torch):
+            name = frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    return name
+
+
 def open_frames() -> Iterator[tuple[str, int]]:
     """File name and line of the running frames that belong neither to PyTorch nor to this package, innermost first."""
     torch = str(Path(str(import_module("torch").__file__)).parent) + os.sep
@@ -51,11 +62,6 @@ def way_out(error: BaseException) -> str:
         return "; capture the step of one process without torch.distributed, and simulate several with --dp"
     if "uninitialized" in text:
         return "; a lazy module has no sizes before its first call: give them (nn.Linear for nn.LazyLinear)"
-    if "shape_env" in text:  # what a jagged tensor asks of fake tensors first
-        return (
-            "; nested tensors (torch.nested) have no sizes without data: capture a variant with padded tensors and a "
-            "mask, or import a trace of a real run"
-        )
     return ""
 
 

@@ -18,11 +18,12 @@ from typing import Any
 from unittest.mock import patch
 
 from sim.errors import TiersimError, WorkloadError
-from workloads.capturing import asked
+from workloads.capturing import asked, packed
 from workloads.capturing.arithmetic import PACKED, executed_of, flops_of
 from workloads.capturing.calls import LayerCalls
+from workloads.capturing.kernels import counts_on_host
 from workloads.capturing.making import in_constructor
-from workloads.capturing.places import line_of
+from workloads.capturing.places import called_of_torch, line_of
 from workloads.capturing.quick import QuickDispatch
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.capturing.selections import Selected, Selections, chosen, note_reduced, read
@@ -39,6 +40,7 @@ RUNNING = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batc
 """Positions of running statistics, which these ops write in place in training (argument 5) although their schema does
 not say so. The write is recorded as a separate op, so that the norm itself can be recomputed."""
 AS_LONG = "packed sequences are as long as the longest may be"
+RESERVED = "what the kernel of a recurrent layer keeps for backward beside its results is unknown, and left out"
 OTHER_DTYPES = {"bool": "bool", "int64": "int64", "int32": "int32", "uint8": "uint8", "int16": "int16"}
 
 
@@ -214,6 +216,7 @@ class Recorder:
             autograd = self.torch.autograd
             stack.enter_context(patch.object(autograd, "backward", self._backward(autograd.backward)))
             stack.enter_context(patch.object(autograd, "grad", self._gradients(autograd.grad)))
+            stack.enter_context(patch.object(self.fake.FakeTensor, "get_nested_int", self._refuse_jagged))
             self._mode = stack.enter_context(_dispatch_mode(self._dispatched))
             yield
 
@@ -287,7 +290,7 @@ class Recorder:
             for key, value in state.items() if isinstance(state, dict) else ():
                 if not isinstance(value, self.torch.Tensor):
                     continue
-                if self.cuda and key == "step" and not (group.get("fused") or group.get("capturable")):
+                if self.cuda and key == "step" and counts_on_host(group):
                     self._leave_out(value)
                 elif self._id(value) not in self._host:
                     self.know(value, f"{name}.{key}", "optimizer_state")
@@ -345,6 +348,8 @@ class Recorder:
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is self._asks_device and type(args[0]) is self.fake.FakeTensor:
             return args[0].fake_device  # two of three calls: answered here, for speed
+        if packed.is_on_host(types, args):
+            return packed.on_host(func, args, kwargs)
         if any(kind is not self.fake.FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper: the ops that it dispatches for its parts are observed
         if self.torch.is_inference_mode_enabled() and func._opname not in WHOLE and func._can_decompose():
@@ -363,27 +368,37 @@ class Recorder:
             if func in self._ask_value and self._stack and (kept := self._kept_in(args[0])) is not None:
                 self.assume(asked.KEPT_NUMBER)
                 return kept
+            if func in self._ask_value and (number := packed.number_of(args[0])) is not None:
+                return number
             if func in self._ask_value and self._may_answer(args[0]):
                 value, assumed = asked.answer(args[0], inside=bool(self._stack))
                 self.assume(assumed)
                 return value
-            out, assumed = asked.selected(func._opname, args)
-            if out is None:
-                out, assumed = self._taken(func, args)
+            out, assumed = self._sized(func, args)
             if out is None:
                 raise self._refusal(func, args, error) from error
-            self.assume(assumed)
+            if assumed:
+                self.assume(assumed)
             if func in self._ask_value:
                 return out
         if func._opname in ("fill_", "zero_", "copy_", "add_", "remainder_"):
             self._note_kept(func._opname, args)
         asked.note(func._opname, args, out)
+        packed.note(func, args, kwargs, out)
         note_reduced(func._opname, args, out)
         if not self._stack and func._opname in asked.BATCHES:
             asked.of_batch(out)
         if func.namespace not in IGNORED:
             self._record(func, args, kwargs, out)
         return out
+
+    def _sized(self, func: Any, args: Any) -> tuple[Any, str]:
+        """The result of an op whose size depends on values, and what is assumed by it; None where nothing is known."""
+        if func._opname == packed.PACK:
+            rows, sizes, known = packed.packed(*args)
+            return (rows, sizes), "" if known else packed.LONG
+        out, assumed = asked.selected(func._opname, args)
+        return (out, assumed) if out is not None else self._taken(func, args)
 
     def _taken(self, func: Any, args: Any) -> tuple[Any, str]:
         """What a condition on values yields under the share that is given for it, and that in words; None for none."""
@@ -408,6 +423,15 @@ class Recorder:
         return WorkloadError(
             f"op {func} in {self._where()} cannot run without data{line}: {type(error).__name__}; {why}: {share}"
             f"{variant}, or import a trace of a real run"
+        )
+
+    def _refuse_jagged(self, *_: Any, **__: Any) -> Any:
+        """What a jagged tensor asks first of the tensor of its offsets: a size that stands for their differences."""
+        line = f" at {place}" if (place := line_of()) else ""
+        raise WorkloadError(
+            f"op {called_of_torch()} in {self._where()} cannot run without data{line}: the sizes of a nested tensor "
+            "(torch.nested) depend on data: capture a variant with padded tensors and a mask, or import a trace of a "
+            "real run"
         )
 
     def _can_be_said(self, func: Any, args: Any) -> bool:
@@ -493,6 +517,8 @@ class Recorder:
         flops = flops_of(self.flops, func, args, kwargs, out)
         if func._overloadpacket.__name__ in PACKED:
             self.assume(AS_LONG)
+        if short == "mkldnn_rnn_layer" and args[-1]:  # it trains
+            self.assume(RESERVED)
         self.recording.kernels.append(
             Kernel(
                 op=str(func),
@@ -558,8 +584,8 @@ class Recorder:
             if self._id(tensor) is None and tensor.untyped_storage().nbytes():
                 name = ".".join(filter(None, (module, short, f"out{len(allocated) or ''}")))
                 allocated.append(self._follow(tensor, name, role, index))
-                if self.cuda and short == "lift_fresh" and self.updating:
-                    self._leave_out(tensor)  # a number on the host
+                if self.cuda and (packed.is_on_host((), (tensor,)) or (short == "lift_fresh" and self.updating)):
+                    self._leave_out(tensor)  # of a packed sequence, or a number
         return allocated
 
     def _update_statistics(self, tensors: list[Any], module: str, phase: str, layer: int, batch: Iterable[int]) -> None:

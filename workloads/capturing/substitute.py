@@ -11,6 +11,7 @@ from typing import Any
 from sim.errors import WorkloadError
 from workloads.capturing.cuda_calls import answered
 from workloads.capturing.making import made_under_fake_tensors
+from workloads.capturing.packed import keep_values
 
 
 def fake_like(torch: Any, value: Any) -> Any:
@@ -95,6 +96,7 @@ def _fake(torch: Any, tensor: Any) -> Any:
     if tensor.layout != torch.strided:
         raise WorkloadError(f"a tensor of layout {tensor.layout} has no storage to simulate")
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    keep_values(fake, tensor)
     return fake.requires_grad_(tensor.requires_grad)
 
 
