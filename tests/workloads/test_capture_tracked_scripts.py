@@ -1,0 +1,235 @@
+"""Training scripts of several networks, losses and averages: PyTorch's peak to the byte, and all its FLOPs."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="capturing needs PyTorch: pip install 'tiersim[torch]'")
+
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from sim import load_profile, simulate  # noqa: E402
+from sim.analysis.peak_memory import home_peak  # noqa: E402
+from sim.measure.tracked import Tracked  # noqa: E402
+from workloads.capture import capture_from_reference  # noqa: E402
+from workloads.capturing import asked, cuda_calls, making  # noqa: E402
+
+HEAD = """
+import contextlib
+import copy
+import torch
+from torch import nn
+import torch.nn.functional as F
+"""
+
+VAE = """
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc21, self.fc22 = nn.Linear(784, 40), nn.Linear(40, 20), nn.Linear(40, 20)
+        self.fc3, self.fc4 = nn.Linear(20, 40), nn.Linear(40, 784)
+    def forward(self, x):
+        h = F.relu(self.fc1(x.view(-1, 784)))
+        mu, logvar = self.fc21(h), self.fc22(h)
+        std = torch.exp(0.5 * logvar)
+        z = mu + torch.randn_like(std) * std
+        return torch.sigmoid(self.fc4(F.relu(self.fc3(z)))), mu, logvar
+
+model = VAE().cuda()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+train_loss = 0
+def step(batch=32):
+    global train_loss
+    data = torch.rand(batch, 1, 28, 28, device="cuda")
+    optimizer.zero_grad()
+    recon, mu, logvar = model(data)
+    bce = F.binary_cross_entropy(recon, data.view(-1, 784), reduction="sum")
+    loss = bce - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+    loss.backward()
+    train_loss += loss.item()
+    optimizer.step()
+"""
+
+SIAMESE = """
+base = nn.Sequential(nn.Conv2d(1, 16, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 13 * 13, 64)).cuda()
+head = nn.Sequential(nn.Linear(128, 64), nn.ReLU(inplace=True), nn.Linear(64, 1), nn.Sigmoid()).cuda()
+optimizer = torch.optim.Adadelta([*base.parameters(), *head.parameters()], lr=1.0)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+def step(batch=16):
+    one, other = (torch.rand(batch, 1, 28, 28, device="cuda") for _ in range(2))
+    targets = torch.randint(2, (batch,), device="cuda").float()
+    optimizer.zero_grad()
+    outputs = head(torch.cat((base(one), base(other)), 1)).squeeze()
+    loss = nn.BCELoss()(outputs, targets)
+    loss.backward()
+    optimizer.step()
+    correct = torch.where(outputs > 0.5, 1, 0).eq(targets.long()).sum().item()
+    scheduler.step()
+"""
+
+STYLE = """
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.pad, self.relu, self.norm = nn.ReflectionPad2d(1), nn.ReLU(), nn.InstanceNorm2d(width, affine=True)
+        self.conv1, self.conv2 = nn.Conv2d(width, width, 3), nn.Conv2d(width, width, 3)
+    def forward(self, x):
+        return self.norm(self.conv2(self.pad(self.relu(self.norm(self.conv1(self.pad(x))))))) + x
+
+transformer = nn.Sequential(
+    nn.Conv2d(3, 16, 9, 2, 4), Block(16), Block(16), nn.Upsample(scale_factor=2), nn.Conv2d(16, 3, 9, 1, 4)
+).cuda()
+vgg = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)).cuda().requires_grad_(False)
+optimizer, mse = torch.optim.Adam(transformer.parameters(), 1e-3), nn.MSELoss()
+def gram(y):
+    b, c, h, w = y.size()
+    features = y.view(b, c, h * w)
+    return features.bmm(features.transpose(1, 2)) / (c * h * w)
+style = gram(vgg(torch.rand(1, 3, 32, 32, device="cuda")))
+def step(batch=2):
+    optimizer.zero_grad()
+    x = torch.rand(batch, 3, 32, 32, device="cuda") * 255
+    y = transformer(x)
+    features_y, features_x = vgg(y), vgg(x)
+    loss = 1e5 * mse(features_y, features_x) + 1e10 * mse(gram(features_y), style.expand(batch, -1, -1))
+    loss.backward()
+    optimizer.step()
+    total = loss.item()
+"""
+
+PREFERENCE = """
+class LM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
+        self.embedding, self.body, self.head = nn.Embedding(50, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 50)
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.size(1), device=x.device)
+        return self.head(self.body(self.embedding(x), mask=mask, is_causal=True))
+
+policy = LM().cuda()
+reference = copy.deepcopy(policy).eval().requires_grad_(False)
+optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6)
+def log_p(model, x):
+    return model(x)[:, :-1].log_softmax(-1).gather(2, x[:, 1:, None]).squeeze(2).sum(1)
+def step(batch=2, sequence=16):
+    x = torch.cat([torch.randint(50, (batch, sequence), device="cuda") for _ in range(2)])
+    ours = log_p(policy, x)
+    with torch.no_grad():
+        theirs = log_p(reference, x)
+    margin = ours - theirs
+    loss = -F.logsigmoid(0.1 * (margin[:batch] - margin[batch:])).mean()
+    accuracy = (margin[:batch] > margin[batch:]).float().mean().item()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+"""
+
+ACCUMULATED = """
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]).cuda()
+model = torch.compile(model)
+average = copy.deepcopy(model).requires_grad_(False)
+optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("cuda")
+no_sync = getattr(model, "no_sync", contextlib.nullcontext)
+def step(batch=16):
+    for i in range(4):
+        with no_sync() if i < 3 else contextlib.nullcontext(), torch.autocast("cuda", dtype=torch.float16):
+            loss = model(torch.rand(batch, 64, device="cuda")).square().mean() / 4
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for mine, theirs in zip(average.parameters(), model.parameters()):
+            mine.lerp_(theirs, 0.001)
+"""
+
+DIFFUSION = """
+class Block(nn.Module):
+    def __init__(self, i, o):
+        super().__init__()
+        self.norm, self.conv, self.time = nn.GroupNorm(4, i), nn.Conv2d(i, o, 3, padding=1), nn.Linear(32, o)
+        self.short = nn.Conv2d(i, o, 1) if i != o else nn.Identity()
+    def forward(self, x, t):
+        return self.short(x) + self.conv(F.silu(self.norm(x))) + self.time(F.silu(t))[:, :, None, None]
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.time, self.conv_in, self.conv_out = nn.Embedding(1000, 32), nn.Conv2d(3, 16, 3), nn.Conv2d(16, 3, 1)
+        self.down = nn.ModuleList([Block(16, 16), Block(16, 32)])
+        self.up = nn.ModuleList([Block(64, 16), Block(32, 16)])
+    def forward(self, x, t):
+        t, x, skips = self.time(t), self.conv_in(F.pad(x, (1, 1, 1, 1))), []
+        for block in self.down:
+            x = block(x, t)
+            skips.append(x)
+            x = F.avg_pool2d(x, 2)
+        for block in self.up:
+            x = F.interpolate(x, scale_factor=2.0)
+            x = block(torch.cat([x, skips.pop()], 1), t)
+        return self.conv_out(x)
+
+unet = UNet().cuda()
+average = torch.optim.swa_utils.AveragedModel(unet, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
+optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4)
+kept = torch.linspace(0.99, 0.01, 1000, device="cuda").cumprod(0)
+def step(batch=4):
+    images = torch.randn(batch, 3, 16, 16, device="cuda")
+    noise, steps = torch.randn_like(images), torch.randint(0, 1000, (batch,), device="cuda").long()
+    share = kept[steps].view(-1, 1, 1, 1)
+    noisy = share.sqrt() * images + (1 - share).sqrt() * noise
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = F.mse_loss(unet(noisy, steps).float(), noise)
+    loss.backward()
+    nn.utils.clip_grad_norm_(unet.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    average.update_parameters(unet)
+    logged = {"loss": loss.detach().item()}
+"""
+
+SCRIPTS = {
+    # text, layers, what is assumed beside the GPU
+    "a variational autoencoder": (VAE, 0, {asked.OUTSIDE}),
+    "a siamese network": (SIAMESE, None, {asked.OUTSIDE}),
+    "fast neural style": (STYLE, 2, {asked.OUTSIDE}),
+    "preferences beside a frozen reference": (PREFERENCE, 4, {asked.OUTSIDE}),
+    "accumulation, compiled, scaled, fused, averaged": (ACCUMULATED, 4, {making.COMPILED}),
+    "a diffusion network with an average": (DIFFUSION, 4, {asked.OUTSIDE}),
+}
+
+
+class Counted:
+    """An observer of a capture: PyTorch's counter of FLOPs."""
+
+    def __init__(self):
+        self.flops = 0
+
+    def prepare(self, model):
+        """Nothing is changed."""
+
+    @contextmanager
+    def around(self, model, optimizers):
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self.flops = counter.get_total_flops()
+
+
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_a_script_has_pytorchs_peak_and_flops(tmp_path, what):
+    text, layers, assumed = SCRIPTS[what]
+    (tmp_path / "train.py").write_text(HEAD + text, encoding="utf-8")
+    reference = f"{tmp_path / 'train.py'}:step"
+    trace, tracker, counter = capture_from_reference(reference), Tracked("none"), Counted()
+    for observer in (tracker, counter):
+        capture_from_reference(reference, observer=observer)
+    assert home_peak(simulate(trace, load_profile("a100_40_pcie")).log) == max(tracker.highest.values())
+    assert sum(op.counted or op.flops for op in trace.ops) == counter.flops
+    assert "uncounted" not in trace.meta
+    assert layers is None or trace.meta["layers"] == layers
+    assert set(trace.meta["assumed"]) - {cuda_calls.NOTE} == assumed
