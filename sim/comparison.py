@@ -50,6 +50,7 @@ class Comparison:
         `manages`, and the keys of `Result.summary`; for a policy that does not fit `refusal` (its kind), `error`,
         `holders` and `floor_bytes`, the smallest budget found to fit, None for none.
     results: the results of the policies that fit, by label.
+    attempts: of those that do not what ran until then, by label, where anything ran.
     left_out: policies that were not run -> the reason.
     notes: what to know of how they were run, a line each.
     bound: the least time that any plan of a class takes; None where it was not asked for. Rows that fit have
@@ -63,6 +64,7 @@ class Comparison:
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     bound: LowerBound | None = None
+    attempts: Mapping[str, Result] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         fitting = sum(row["fits"] is True for row in self.rows)
@@ -123,7 +125,7 @@ class Comparison:
         return plot_comparison(self.rows, budget=next((r.platform.budget for r in self.results.values()), None))
 
     def report(self, path: str | os.PathLike[str], *, command: str = "") -> Path:
-        """Write a report page with these rows and every run that fits: one HTML file; see `Result.report`."""
+        """Write a report page with these rows and every run: one HTML file; see `Result.report`."""
         from sim.pages import report_comparison
 
         return report_comparison(self, path, command=command)
@@ -301,6 +303,7 @@ class _Work:
         """The answers in the order asked."""
         rows: list[Row] = []
         results: dict[str, Result] = {}
+        attempts: dict[str, Result] = {}
         left_out: dict[str, str] = {}
         for i, request in enumerate(self.requests):
             answer = self.answers.get(i)
@@ -315,8 +318,10 @@ class _Work:
                 rows.append(answer.row)
                 if answer.result is not None:
                     results[request.label] = answer.result
+                if answer.attempt is not None:
+                    attempts[request.label] = answer.attempt
         setting, notes = self.setting, tuple(sorted(self.notes))
-        return Comparison(setting.trace, setting.platform, tuple(rows), results, left_out, notes)
+        return Comparison(setting.trace, setting.platform, tuple(rows), results, left_out, notes, attempts=attempts)
 
 
 SLOWLY = "plans slowly: name it to run it"

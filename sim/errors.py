@@ -89,10 +89,12 @@ class Infeasible(TiersimError):
     floor_bytes: the smallest budget known to fit, None if unknown.
     log: the `EventLog` of the run until then, None if nothing ran.
     plan: the `Plan` that ran, None if nothing did.
+    attempt: the `Result` of what ran until then, None if nothing did.
     proven: whether it is a claim about all plans of the class; a policy that has only found none sets it to False.
     """
 
     plan: Any = None
+    attempt: Any = None
     proven: bool = True
 
     def __init__(self, message: str, *, floor_bytes: int | None = None, log: Any = None) -> None:
@@ -168,6 +170,19 @@ def refusal_kind(error: TiersimError) -> str:
     """The kind of a refusal, for a row of a table: `out_of_memory`, `thrashing`, `deadlock` or `infeasible`."""
     kinds = {OutOfMemory: "out_of_memory", Thrashing: "thrashing", Deadlock: "deadlock"}
     return kinds.get(type(error), "infeasible")
+
+
+BEGAN = ("out_of_memory", "thrashing")
+"""Kinds of refusals of runs that had begun."""
+
+
+def refusal_record(error: TiersimError) -> dict[str, Any]:
+    """A refusal as keys of a row: its kind and message; where memory was short, what was asked for and what held it."""
+    record: dict[str, Any] = {"refusal": refusal_kind(error), "error": str(error)}
+    if isinstance(error, OutOfMemory):
+        record["holders"] = [list(holder) for holder in error.holders]
+        record |= {"full": list(error.full), "need_bytes": error.need_bytes, "free_bytes": error.free_bytes}
+    return record
 
 
 def near(wrong: str, valid: Iterable[str]) -> str:

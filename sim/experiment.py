@@ -19,7 +19,15 @@ from sim.analysis.peak_memory import home_peak
 from sim.analysis.summary import summarize
 from sim.engine.prepare import Prepared, prepare
 from sim.engine.replay import RECOMPUTE_LIMIT
-from sim.errors import Infeasible, PolicyError, PolicyFailed, ProfileError, TiersimError, TraceError
+from sim.errors import (
+    Infeasible,
+    PolicyError,
+    PolicyFailed,
+    ProfileError,
+    TiersimError,
+    TraceError,
+    refusal_record,
+)
 from sim.hardware.cost import slow_operand_ns
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
@@ -89,7 +97,7 @@ class Prices:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """One policy's run in the steady state.
+    """One policy's run in the steady state, or what ran until it did not fit.
 
     policy: the policy that planned it.
     name: the policy as it was asked for.
@@ -102,6 +110,8 @@ class Result:
     reference: computes the run with unlimited memory that slowdown and savings are measured against.
     trace: what the policy was asked to plan for, before it rewrote anything.
     bound: the least time that any plan of a class takes, where it was asked for; see `sim.lower_bound`.
+    refusal: why it did not fit, as `sim.errors.refusal_record` says it; None for a run that ended. Without its end the
+        log is that until then, and there is no reference.
     """
 
     policy: Policy
@@ -115,6 +125,7 @@ class Result:
     reference: Callable[[], Reference] | None = field(default=None, repr=False)
     trace: Trace | None = field(default=None, repr=False)
     bound: LowerBound | None = field(default=None, repr=False)
+    refusal: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         figures = f"{format_time(self.log.end)}, peak {format_bytes(home_peak(self.log))}"
@@ -126,7 +137,7 @@ class Result:
 
     @cached_property
     def _figures(self) -> dict[str, Any]:
-        return summarize(self.log, self.reference() if self.reference else None).as_dict()
+        return {**summarize(self.log, self.reference() if self.reference else None).as_dict(), **(self.refusal or {})}
 
     def referring(self, reference: Callable[[], Reference] | None) -> Result:
         """The same result, with its figures as they are, and another function that computes its reference."""
@@ -421,6 +432,9 @@ def simulate(
             history = (*history, run)
         except Infeasible as error:
             error.plan = plan
+            if plan is not None and error.log is not None:
+                nominal, record = machine.home(0).nominal, refusal_record(error)
+                error.attempt = Result(chosen, name, limited, plan, error.log, nominal, history, plan_s, refusal=record)
             raise
         except PolicyError as error:
             if limited.host is None and "host" in chosen.needs:

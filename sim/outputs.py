@@ -103,7 +103,7 @@ def write_analyses(found: Mapping[str, Any], folder: Path) -> list[Path]:
 def write_comparison(
     comparison: Comparison, folder: Path, *, about: Mapping[str, Any], text: str, figures: str = ""
 ) -> list[Path]:
-    """comparison.json, .csv and .txt, a view of each run that fits, the files of the fastest run.
+    """comparison.json, .csv and .txt, a view of each run, the files of the fastest run.
 
     figures: the format in which to draw the comparison and the fastest run, "" for not at all.
     """
@@ -118,9 +118,10 @@ def write_comparison(
     if comparison.bound is not None:
         record["bound"] = comparison.bound.text()
     written.append(write_text(folder / "comparison.json", to_json(record) + "\n"))
+    ran = {**comparison.attempts, **comparison.results}
     for i, row in enumerate(comparison.rows):
-        if row["policy"] in comparison.results:
-            written.append(write_view(comparison.results[row["policy"]], row_view(folder, i), title=row["policy"]))
+        if row["policy"] in ran:
+            written.append(write_view(ran[row["policy"]], row_view(folder, i), title=row["policy"]))
     if figures:
         from sim.report.draw import save_figure
 

@@ -85,6 +85,10 @@ class Compared(Protocol):
         """Of the policies that fit, by label."""
 
     @property
+    def attempts(self) -> Mapping[str, Run]:
+        """What ran of those that do not fit, by label."""
+
+    @property
     def left_out(self) -> Mapping[str, str]:
         """Policies that were not run, and why."""
 
@@ -135,8 +139,9 @@ def run_notes(result: Run) -> tuple[str, ...]:
 
 
 def comparison_view(comparison: Compared, *, command: str = "") -> TableView:
-    """A comparison as a page shows it, with a view of each run that fits."""
-    runs = {name: run_view(result, title=name) for name, result in comparison.results.items()}
+    """A comparison as a page shows it, with a view of each run."""
+    ran = {**comparison.results, **comparison.attempts}
+    runs = {name: run_view(result, title=name) for name, result in ran.items()}
     assumptions = workload_notes(comparison.trace)
     record = {
         "workload": comparison.trace.meta,
@@ -160,7 +165,7 @@ def saved_table(
     """A saved comparison as a page shows it.
 
     record: `rows`, `left_out`, `workload`, `platform` and `bound` as saved.
-    runs: a view of each run that fits, by label.
+    runs: a view of each run, by label.
     platform: None where its profile was not opened; the figures are then taken from the views.
     command: the command that reproduces the comparison.
     caution: warnings to show first.

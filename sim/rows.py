@@ -12,11 +12,10 @@ from sim.errors import (
     Deadlock,
     IllegalPlan,
     Infeasible,
-    OutOfMemory,
     PolicyError,
     PolicyFailed,
     TiersimError,
-    refusal_kind,
+    refusal_record,
 )
 from sim.experiment import Result, reference_run, simulate
 from sim.floors import State, decides_nothing, state_in, too_small
@@ -55,10 +54,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one policy: its row, and its run if it fits."""
+    """What came of one policy: its row, and its run if it fits; if it does not, what ran until then."""
 
     row: Row
     result: Result | None = None
+    attempt: Result | None = None
     does_not_apply: bool = False
 
 
@@ -78,6 +78,7 @@ def _answer(label: str, policy: Policy, setting: Setting) -> Answer:
         return Answer({**about, **result.summary(), "plan_s": result.plan_s}, result)
     except (Infeasible, Deadlock) as error:
         row, ran = {**about, **_refusal(error)}, getattr(error, "plan", None)
+        attempt = getattr(error, "attempt", None)
     except PolicyError as error:
         return replace(failed(label, policy, str(error)), does_not_apply=True)
     except (IllegalPlan, PolicyFailed) as error:
@@ -92,7 +93,7 @@ def _answer(label: str, policy: Policy, setting: Setting) -> Answer:
                 **setting.replay,
             )
             row["floor_bytes"] = row["floor_bytes"] if floor is None else floor
-    return Answer(row)
+    return Answer(row, attempt=attempt)
 
 
 def failed(label: str, policy: Policy, error: str) -> Answer:
@@ -137,9 +138,7 @@ def _about(label: str, policy: Policy) -> dict[str, Any]:
 
 
 def _refusal(error: TiersimError) -> dict[str, Any]:
-    row: dict[str, Any] = {"fits": False, "refusal": refusal_kind(error), "error": str(error)}
+    record = refusal_record(error)
+    row = {"fits": False, "refusal": record["refusal"], "error": record["error"]}
     row["floor_bytes"] = getattr(error, "floor_bytes", None)
-    if isinstance(error, OutOfMemory):
-        row["holders"] = [list(holder) for holder in error.holders]
-        row["full"] = list(error.full)
-    return row
+    return row | {key: record[key] for key in ("holders", "full") if key in record}

@@ -63,7 +63,7 @@ class Mine(Policy):
 def plain(found):
     """Everything of a comparison but how long planning took."""
     rows = [{key: value for key, value in row.items() if key != "plan_s"} for row in found.rows]
-    logs = {name: result.log.content_hash for name, result in found.results.items()}
+    logs = {name: result.log.content_hash for name, result in (*found.results.items(), *found.attempts.items())}
     figures = {name: result.summary() for name, result in found.results.items()}
     return json.dumps([rows, logs, figures, dict(found.left_out)], default=list)
 
@@ -78,6 +78,8 @@ def test_two_processes_give_the_same_bytes_as_one(budget):
     assert not two.notes
     assert plain(two) == plain(one)
     assert {row["fits"] for row in one.rows} == {True, False}
+    assert bool(one.attempts) == (budget > BELOW)  # below, all are refused before they run
+    assert two.attempts.keys() == one.attempts.keys() <= {row["policy"] for row in one.rows if row["fits"] is False}
     for name, result in two.results.items():
         assert result.policy == one.results[name].policy
         assert result.log.trace is TRACE or result.plan.trace is result.log.trace  # shared, not copied

@@ -37,6 +37,8 @@ BESIDE: Mapping[str, Figure] = {
     ),
     "holders": Figure("text", "held by", "the largest residents where memory ran out: tensor, bytes, why it stays", 5),
     "full": Figure("text", "full", "the tiers that were full"),
+    "need_bytes": Figure("bytes", "asked for", "bytes of the request that did not fit"),
+    "free_bytes": Figure("bytes", "free then", "free bytes of the tier where it did not fit"),
     "fidelity": Figure("text", "fidelity", "how near the policy is to what is published", 62, (11, "fidelity")),
     "manages": Figure("text", "manages", "what the policy may drop or move", 63),
     "plan_s": Figure("number", "planning (s of wall time)", "what planning took on this machine; it varies"),

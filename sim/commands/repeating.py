@@ -76,20 +76,29 @@ def checked_job(
 def repeat(
     options: Mapping[str, Any], trace: Trace, platform: Platform, policy: str, saved: Mapping[str, Any], folder: Path
 ) -> Result:
-    """The saved run, repeated. Raises TiersimError if its figures differ from the saved ones."""
+    """The saved run, repeated, or what ran of it until it did not fit.
+
+    Raises TiersimError if its figures differ from the saved ones.
+    """
+    from sim.errors import Infeasible
     from sim.experiment import simulate
 
     given = parameters(options["param"])
-    result = simulate(
-        trace,
-        platform,
-        policy,
-        budget=budget_of(options["budget"], trace, platform),
-        seed=options["seed"] or 0,
-        iterations=options["iterations"],
-        **limit_of(options["recompute_limit"]),
-        **given,
-    )
+    try:
+        result = simulate(
+            trace,
+            platform,
+            policy,
+            budget=budget_of(options["budget"], trace, platform),
+            seed=options["seed"] or 0,
+            iterations=options["iterations"],
+            **limit_of(options["recompute_limit"]),
+            **given,
+        )
+    except Infeasible as error:
+        if error.attempt is None or saved.get("fits") is not False:
+            raise
+        result = error.attempt
     check_repeated({"trace": trace.content_hash, **result.summary()}, saved, f"{folder}: {policy}")
     return result
 
@@ -122,4 +131,6 @@ def repeated_run(folder: Path, trust: bool) -> Repeated:
         raise TiersimError(f"{folder}: the run cannot be repeated: {'; '.join(objections)}")
     platform, trace = job
     result = repeat(options, trace, platform, policy, saved, folder)
+    if result.refusal is not None:
+        raise TiersimError(f"{folder}: the run does not fit: {result.refusal['error']}")
     return Repeated(trace, result, options["seed"] or 0, limit_of(options["recompute_limit"]))

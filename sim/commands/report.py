@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,11 +83,12 @@ def _run(wanted: Wanted) -> Path:
         return write_run_page(view, wanted.target)
     platform, trace = job
     result = repeat(options, trace, platform, policy, saved, folder)
-    result = result.with_bound() if options["bound"] else result
+    result = result.with_bound() if options["bound"] and result.refusal is None else result
     return write_run_page(run_view(result, command=command, links=links), wanted.target)
 
 
 def _comparison(wanted: Wanted) -> Path:
+    from sim.errors import BEGAN, Infeasible
     from sim.pages import run_view, saved_table
     from sim.report.page import write_table_page
     from sim.views import row_view
@@ -99,7 +101,8 @@ def _comparison(wanted: Wanted) -> Path:
     objections, job = checked_job(options, trust, files_of(asked, ()))
     runs: dict[str, RunView | SavedView] = {}
     fitting = sorted((i for i, row in enumerate(rows) if row.get("fits")), key=lambda i: rows[i]["makespan_ns"])
-    for i in fitting[: wanted.most]:
+    began = [i for i, row in enumerate(rows) if row.get("refusal") in BEGAN]
+    for i in [*fitting, *began][: wanted.most]:
         name = rows[i]["policy"]
         against = objections + trust.objections(files_of({}, [name]))
         if against and not row_view(folder, i).is_file():
@@ -108,8 +111,9 @@ def _comparison(wanted: Wanted) -> Path:
             runs[name] = saved_view(row_view(folder, i), rows[i], against, title=name)
         else:
             say(f"… {name}")
-            result = repeat(options, job[1], job[0], name, {**saved, **rows[i]}, folder)
-            runs[name] = run_view(result, title=name)
+            with suppress(Infeasible):  # it planned, and nothing ran
+                result = repeat(options, job[1], job[0], name, {**saved, **rows[i]}, folder)
+                runs[name] = run_view(result, title=name)
     view = saved_table(
         saved,
         runs,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.commands.options import say
 from sim.commands.saved import Wanted, check_repeated, files_beside, saved_view
-from sim.errors import ProfileError, TiersimError, near
+from sim.errors import BEGAN, Infeasible, ProfileError, TiersimError, near
 
 if TYPE_CHECKING:
     from sim.experiment import Result
@@ -92,9 +93,10 @@ class _Runs:
         self.caution: list[str] = []
 
     def collect(self, wanted: Sequence[str], most: int) -> None:
-        """Add the runs of those of these cells that completed, as many as `most`."""
+        """Add the runs of those of these cells that completed or did not fit, as many as `most`."""
         records = self.store.records()
-        ran = [id for id in wanted if id in records and records[id]["row"]["status"] == "ok"]
+        rows = {id: records[id]["row"] for id in wanted if id in records}
+        ran = [id for id, row in rows.items() if row["status"] == "ok" or row.get("refusal") in BEGAN]
         if not ran:
             return
         against, tasks = self._tasks()
@@ -111,7 +113,8 @@ class _Runs:
         for id in available[:most]:
             row, title = records[id]["row"], str(labels[id].get("policy", id[:12]))
             if id in tasks:
-                self.runs[id] = self._repeat(id, tasks[id], row, title)
+                with suppress(Infeasible):  # it planned, and nothing ran
+                    self.runs[id] = self._repeat(id, tasks[id], row, title)
             else:
                 self.runs[id] = saved_view(self._view(id), row, against, title=title, links=self._links(id))
 
@@ -206,21 +209,27 @@ def _numbers(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
-    """The run of one cell; its budget in bytes is in its row."""
+    """The run of one cell, or what ran of it until it did not fit; its budget in bytes is in its row."""
     from sim.experiment import simulate
     from sim.policies import load
     from sim.sweeps.job import job
 
     trace, platform = job(task)
-    result = simulate(
-        trace,
-        platform,
-        load(task["policy"], **task["parameters"]),
-        budget=None if task["budget"] is None else row["budget_bytes"],
-        seed=task["seed"],
-        iterations=task["iterations"],
-        recompute_limit=task["recompute_limit"],
-    )
+    try:
+        result = simulate(
+            trace,
+            platform,
+            load(task["policy"], **task["parameters"]),
+            budget=None if task["budget"] is None else row["budget_bytes"],
+            seed=task["seed"],
+            iterations=task["iterations"],
+            recompute_limit=task["recompute_limit"],
+        )
+    except Infeasible as error:
+        if error.attempt is None or row["status"] == "ok":
+            raise
+        attempt: Result = error.attempt
+        return attempt
     return result.with_bound() if task["bound"] else result
 
 

@@ -136,6 +136,9 @@ def run(ctx: typer.Context, **options: Any) -> None:
         with limited(options["time_limit"], actions=options["most_actions"]):
             result = simulate(work, platform, policy, **how, **given)
     except (Infeasible, Deadlock) as error:
+        if folder and (attempt := getattr(error, "attempt", None)) is not None:
+            for path in write_run(attempt, folder, about=about_run(options, platform, work, [policy])):
+                say(f"wrote {path}")
         if isinstance(error, Infeasible) and (command := _what_fits(options)):
             error.add_note(f"what fits: {command}")
         if json:

@@ -187,6 +187,8 @@ def summary_lines(summary: Mapping[str, Any], *, binary: bool = False) -> list[t
     declared = known()
     for key in sorted(summary, key=lambda k: declared[k].order if k in declared else LAST):
         value, name = summary[key], declared[key].title if key in declared else name_of(key)
+        if key == "makespan_ns" and summary.get("complete") is False:
+            name = "time until it did not fit" if summary.get("refusal") else "time until it stopped"
         if key == "holders":
             lines += [(name if i == 0 else "", f"{n} {text_of('_bytes', b, binary=binary)} ({why})")
                       for i, (n, b, why) in enumerate(value or ())]  # fmt: skip

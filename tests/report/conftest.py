@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -256,6 +256,16 @@ def drawn(drawn_log, folder):
 @pytest.fixture(scope="module")
 def step(step_log, folder):
     return write_run_page(view_of(step_log), folder / "step.html")
+
+
+@pytest.fixture(scope="module")
+def short(drawn_log, folder):
+    """The run drawn by hand, as if `b` at its end had asked for 40 MiB of the 32 MiB, of which 3 are free."""
+    log = replace(drawn_log, complete=False)
+    asked = {"refusal": "out_of_memory", "error": "op 'b' needs 40 MiB", "full": ["hbm0"]}
+    asked |= {"need_bytes": 40 << 20, "free_bytes": 3 << 20, "fits": False}
+    view = view_of(log)
+    return write_run_page(replace(view, summary={**view.summary, **asked}), folder / "short.html")
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,40 @@ def test_a_run_in_which_nothing_happened_is_drawn(visit, drawn_log, folder):
     assert "No device ever waited." in page.locator("#stalls").inner_text()
 
 
+def test_a_run_that_did_not_fit_says_why_and_shows_what_was_asked_for(visit, short):
+    page = visit(short)
+    assert "does not fit" in page.locator(".badges").inner_text()
+    said = page.locator("#refusal").inner_text()
+    assert "After 67 ns 41.94 MB more were asked for in hbm0, and 3.146 MB were free." in said
+    assert "op 'b' needs 40 MiB" in said
+    assert "ran until" in page.locator(".tiles").inner_text()
+    assert "time of an iteration" not in page.locator(".tiles").inner_text()
+    assert page.locator(".limit .short").inner_text() == "× 41.94 MB more asked for at the end"
+    assert page.locator(".alive h2").inner_text() == "Alive when it did not fit"
+    assert "13.63 MB in hbm0" in page.locator(".alive .hint").first.inner_text()  # x 4, y 8 and z 1 MiB
+    bad = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--bad').trim()")
+    drawn = page.evaluate(
+        """() => {
+          const canvas = document.querySelector('.memory canvas');
+          const {data, width} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+          const rows = [];
+          const colour = (i) => '#' + [0, 1, 2].map((k) => data[i + k].toString(16).padStart(2, '0')).join('');
+          for (let i = 0; i < data.length; i += 4) if (colour(i) === BAD) rows.push(Math.floor(i / 4 / width));
+          return [Math.min(...rows), Math.max(...rows)];
+        }""".replace("BAD", repr(bad))
+    )
+    assert drawn[1] - drawn[0] > 100  # from 13 to 53 MiB, on an axis that ends a little above
+    page.locator("button", has_text="host").click()
+    assert page.locator(".limit .short").count() == 0
+    assert page.locator(".alive h2").inner_text() == "Alive at the peak"
+    page.locator("button", has_text="hbm0").click()
+    page.locator(".u-over").focus()
+    page.keyboard.press("Enter")
+    assert page.locator(".alive h2").inner_text().startswith("Alive at 33")
+    page.get_by_role("button", name="back to the end").click()
+    assert page.locator(".alive h2").inner_text() == "Alive when it did not fit"
+
+
 # ---- zoom ----------------------------------------------------------------------------------------
 
 

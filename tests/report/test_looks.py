@@ -50,7 +50,7 @@ def compared(step_log, folder):
 
 @SCHEMES
 @SIZES
-@pytest.mark.parametrize("which", ["drawn", "step", "many", "compared"])
+@pytest.mark.parametrize("which", ["drawn", "step", "short", "many", "compared"])
 def test_all_text_can_be_read(visit, request, which, size, scheme):
     made = request.getfixturevalue(which)
     page = visit(made[0] if which == "many" else made, size=size, scheme=scheme, script=LOOKS)

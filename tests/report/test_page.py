@@ -303,14 +303,35 @@ def test_a_run_that_found_no_room_can_be_looked_at(tmp_path):
     assert run["tiers"][0]["peak"]["bytes"] == peak_memory(log).bytes > 2 * 10**9
 
 
-def test_a_comparison_reports_its_rows_and_the_runs_that_fit(tmp_path):
+def test_a_refused_run_reports_itself_until_it_did_not_fit(tmp_path):
+    trace, platform = transformer("gpt2", batch=4, sequence=256), load_profile("mt3000_survey")
+    with pytest.raises(OutOfMemory) as refused:
+        simulate(trace, platform, "keep_all", budget="2.6 GB")
+    error = refused.value
+    run = read(error.attempt.report(tmp_path / "run.html")).parts["run"]
+    assert run["title"] == "keep_all"
+    assert run["end"] == error.log.end > 0
+    figures = run["figures"]
+    assert (figures["fits"], figures["complete"], figures["refusal"]) == (False, False, "out_of_memory")
+    assert figures["error"] == str(error)
+    assert figures["full"][0] == error.tier == "zone"
+    assert figures["need_bytes"] > figures["free_bytes"] == 2_600_000_000 - sum(run["tiers"][0]["delta"])
+    shown = {name for name, _ in run["summary"]}
+    assert "time until it did not fit" in shown
+    assert "time of an iteration" not in shown
+    assert figures["overhead"] is figures["saved_fraction"] is figures["tokens_per_s"] is None
+
+
+def test_a_comparison_reports_its_rows_and_all_runs(tmp_path):
     trace, platform = transformer("gpt2", batch=4, sequence=256), load_profile("mt3000_survey")
     found = compare(trace, platform, ["keep_all", "swap_all", "chen"], budget="2.6 GB", find_floor=False)
     parts = read(found.report(tmp_path / "all.html")).parts
     table = parts["table"]
-    fitting = [row["policy"] for row in found.rows if row["fits"]]
-    assert sorted(parts["about"]["runs"]) == sorted(fitting)
-    assert set(parts) == {"about", "table", *(f"run {name}" for name in fitting)}
+    assert {row["policy"]: row["fits"] for row in found.rows} == {"keep_all": False, "swap_all": True, "chen": True}
+    names = [row["policy"] for row in found.rows]
+    assert sorted(parts["about"]["runs"]) == sorted(names)
+    assert set(parts) == {"about", "table", *(f"run {name}" for name in names)}
+    assert [parts[f"run {name}"]["complete"] for name in names] == [False, True, True]
     by_policy = dict(zip(table["ids"], table["values"]["makespan_ns"]))
     assert by_policy == {row["policy"]: row.get("makespan_ns") for row in found.rows}
     best = min(ns for ns in by_policy.values() if ns)
@@ -347,6 +368,25 @@ def test_a_saved_run_becomes_a_page(tmp_path, capsys):
     assert "--set 'links.d2h.rate=30 GB/s'" in run["command"]
 
 
+def test_a_saved_run_that_does_not_fit_becomes_a_page(tmp_path, capsys):
+    words = ["run", "--profile", "mt3000_survey", *JOB, "--budget", "2.6 GB", "-o", tmp_path / "out"]
+    code, _, err = tiersim(*words, capsys=capsys)
+    assert code == 1
+    assert "needs" in err
+    saved = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert saved["fits"] is saved["complete"] is False
+    assert tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)[0] == 0
+    run = read(tmp_path / "r.html").parts["run"]
+    assert run["figures"] == {key: saved[key] for key in run["figures"]}
+    assert run["figures"]["error"] in err
+    for command in ("explain", "export"):
+        more = ["--to", "torch"] if command == "export" else []
+        code, out, said = tiersim(command, tmp_path / "out", *more, capsys=capsys)
+        assert (code, out) == (2, "")
+        assert said.count("\n") == 1
+        assert f"the run does not fit: {run['figures']['error']}" in said
+
+
 def test_a_saved_run_that_is_no_longer_the_same_is_refused(tmp_path, capsys):
     assert tiersim("run", "--profile", "mt3000_survey", *JOB, "-o", tmp_path, capsys=capsys)[0] == 0
     path = tmp_path / "summary.json"
@@ -361,11 +401,13 @@ def test_a_saved_run_that_is_no_longer_the_same_is_refused(tmp_path, capsys):
 
 def test_a_saved_comparison_becomes_a_page(tmp_path, capsys):
     words = ["compare", "--profile", "mt3000_survey", *JOB, "--policies", "swap_all,chen,keep_all", "-o", tmp_path]
-    assert tiersim(*words, capsys=capsys)[0] == 0
-    assert tiersim("report", tmp_path, "-o", tmp_path / "r.html", "--runs", "2", capsys=capsys)[0] == 0
-    parts = read(tmp_path / "r.html").parts
-    assert len(parts["about"]["runs"]) == 2
-    assert len(parts["table"]["ids"]) == 3
+    assert tiersim(*words, "--budget", "2.6 GB", capsys=capsys)[0] == 0
+    for most, shown in ((2, {"swap_all", "chen"}), (3, {"swap_all", "chen", "keep_all"})):
+        assert tiersim("report", tmp_path, "-o", tmp_path / "r.html", "--runs", str(most), capsys=capsys)[0] == 0
+        parts = read(tmp_path / "r.html").parts
+        assert set(parts["about"]["runs"]) == shown
+        assert len(parts["table"]["ids"]) == 3
+    assert parts["run keep_all"]["complete"] is False
 
 
 @pytest.fixture(scope="module")
@@ -416,6 +458,18 @@ def test_a_sweep_becomes_a_page_with_links_to_the_runs_that_were_kept(swept, tmp
     assert files_kept
     assert all(path.is_file() for path in files_kept)
     assert any(fact[3] == "assumed" for fact in shown["facts"])
+
+
+def test_a_cell_that_does_not_fit_can_be_asked_for(swept, tmp_path, capsys):
+    folder, table = swept
+    (row,) = table[(table["policy"] == "swap_all") & (table["budget"] == "1%")].to_dict("records")
+    assert (row["status"], row["refusal"]) == ("infeasible", "out_of_memory")
+    assert tiersim("report", folder, "-o", tmp_path / "r.html", "--cell", row["cell"][:12], capsys=capsys)[0] == 0
+    parts = read(tmp_path / "r.html").parts
+    assert parts["about"]["runs"] == [row["cell"]]
+    run = parts[f"run {row['cell']}"]
+    assert run["complete"] is False
+    assert run["figures"]["error"] == row["error"]
 
 
 def test_a_cell_that_was_not_kept_can_be_asked_for(swept, tmp_path, capsys):

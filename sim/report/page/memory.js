@@ -37,10 +37,13 @@ class MemoryChart {
     view.drawers.push(this.redraw);
   }
 
-  show(tier) {
+  // short: the request at the end that did not fit, {bytes, free}; null where all did.
+  show(tier, short = null) {
     this.tier = tier;
     this.roles = this.stack.filter((role) => tier.present[role]);
-    let top = Math.max(tier.peak.bytes, 1);
+    const last = tier.totals.length ? tier.totals[tier.totals.length - 1] : 0;
+    this.asked = short ? { from: last, to: last + short.bytes } : null;
+    let top = Math.max(tier.peak.bytes, this.asked ? this.asked.to : 0, 1);
     this.limitShown = tier.capacity <= 3 * top;
     if (this.limitShown) top = Math.max(top, tier.capacity);
     this.top = top * 1.08;
@@ -138,6 +141,21 @@ class MemoryChart {
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
       ctx.setLineDash([]);
+    }
+    const end = u.valToPos(this.view.full, "x", true);
+    if (this.asked && end >= bbox.left - 1 && end <= bbox.left + bbox.width + 1) { // from what was held to what was asked for
+      const [from, to] = [this.asked.from, this.asked.to].map((bytes) => u.valToPos(bytes, "y", true));
+      const half = 4.5 * scale;
+      ctx.strokeStyle = shade("--bad");
+      ctx.lineWidth = 2 * scale;
+      ctx.beginPath();
+      ctx.moveTo(end, from);
+      ctx.lineTo(end, to);
+      for (const side of [-1, 1]) {
+        ctx.moveTo(end - half, to - side * half);
+        ctx.lineTo(end + half, to + side * half);
+      }
+      ctx.stroke();
     }
     const x = u.valToPos(tier.peak.time, "x", true);
     if (tier.peak.bytes && x >= bbox.left - 1 && x <= bbox.left + bbox.width + 1) {

@@ -9,12 +9,13 @@ function runPage(run, colours) {
   const share = (ns) => (whole ? ns / whole : 0);
   const assumed = run.facts.filter((fact) => fact[3] === "assumed").length;
 
+  const refused = f.refusal ? refusalOf(run) : null;
   const head = el("header", { class: "top" },
     el("p", { class: "kicker" }, run.platform),
     el("h1", {}, run.title),
     run.workload ? el("p", { class: "lead" }, run.workload) : null,
     el("p", { class: "badges" },
-      run.complete ? badge(f.fits ? "fits" : "does not fit", f.fits ? "good" : "bad") : badge("did not end", "bad"),
+      run.complete || refused ? badge(f.fits ? "fits" : "does not fit", f.fits ? "good" : "bad") : badge("did not end", "bad"),
       run.fidelity[0] ? el("span", { title: run.fidelity[1] }, badge(run.fidelity[0])) : null,
       run.manages.length ? badge(`manages ${run.manages.map(words).join(", ")}`) : null,
       assumed ? el("a", { href: "#facts", class: "badge warn", onclick: goTo }, `${assumed} assumed ${assumed === 1 ? "figure" : "figures"}`) : null),
@@ -23,7 +24,8 @@ function runPage(run, colours) {
     fileLinks(run.links));
 
   const tiles = el("dl", { class: "tiles" },
-    tile("time of an iteration", timeText(f.makespan_ns), f.overhead === null || f.overhead === undefined ? null : `${percentText(f.overhead, true)} against unlimited memory`),
+    refused ? tile("ran until", timeText(f.makespan_ns), refused.short ? "then memory was short" : words(f.refusal))
+      : tile("time of an iteration", timeText(f.makespan_ns), f.overhead === null || f.overhead === undefined ? null : `${percentText(f.overhead, true)} against unlimited memory`),
     tile("peak memory", bytesText(f.peak_bytes), `of ${bytesText(f.capacity_bytes)}`, f.peak_bytes / f.capacity_bytes),
     tile("stalled", percentText(share(stall)), stall ? timeText(stall) : "never", share(stall)),
     tile("recomputing", percentText(share(f.recompute_ns)), f.recompute_ns ? timeText(f.recompute_ns) : "nothing", share(f.recompute_ns)),
@@ -40,16 +42,28 @@ function runPage(run, colours) {
       ["idle", f.idle_ns, "#9aa0a6"],
     ], (ns) => timeText(ns, 3), "Where the time goes"));
 
-  const timeline = timelinePart(run, lanes, colours);
-  return [head, tiles, timeline.root, timeline.alive, time, stallCard(run), trafficCard(run),
+  const timeline = timelinePart(run, lanes, colours, refused);
+  return [head, refused ? card("Why it does not fit", { id: "refusal" }, refused.lines.map((line) => el("p", {}, line))) : null, tiles, timeline.root, timeline.alive, time, stallCard(run), trafficCard(run),
     card("All figures", {}, pairs(run.summary)),
     run.doc ? card("What the policy does", { hint: run.fidelity[1] ? `Fidelity ${run.fidelity[0]}: ${run.fidelity[1]}.` : null }, el("pre", { class: "doc", tabindex: "0" }, run.doc)) : null,
-    scopeCard(run.scope, [`One iteration, ${run.steady ? "the steady state" : "the first one, not the steady state"}${run.warm_up ? ` after ${run.warm_up} for warm-up` : ""}.`]),
+    scopeCard(run.scope, [refused ? "One iteration, until it did not fit." : `One iteration, ${run.steady ? "the steady state" : "the first one, not the steady state"}${run.warm_up ? ` after ${run.warm_up} for warm-up` : ""}.`]),
     factsCard(run.facts, run.notes), commandCard(run.command)];
 }
 
+// Why a run did not fit: the request that memory was too short for, and the message.
+// tier: where; short: the request, {bytes, free}, null where it was not for bytes.
+function refusalOf(run) {
+  const f = run.figures;
+  if (!f.full || !f.full.length) return { tier: null, short: null, lines: [f.error] };
+  const [tier] = f.full;
+  const short = { bytes: f.need_bytes, free: f.free_bytes };
+  const lines = [`After ${timeText(run.end)} ${bytesText(short.bytes)} more were asked for in ${tier}, and ${bytesText(short.free)} were free.`, f.error];
+  return { tier, short, lines };
+}
+
 // Memory and lanes over one span of time, and what is held at a moment of it.
-function timelinePart(run, lanes, colours) {
+// refused: why the run did not fit, null for one that ended.
+function timelinePart(run, lanes, colours, refused = null) {
   const view = new Viewport(run.end);
   const names = [...run.roles, "workspace"];
   const used = run.tiers.filter((tier) => tier.time.length);
@@ -58,8 +72,9 @@ function timelinePart(run, lanes, colours) {
     if (!tiers.has(tier.name)) tiers.set(tier.name, unpackTier(tier, run.tensors, run.roles));
     return tiers.get(tier.name);
   };
-  let tier = used.find((each) => each.home) || used[0] || null;
+  let tier = used.find((each) => refused && each.name === refused.tier) || used.find((each) => each.home) || used[0] || null;
   const alive = alivePart(run, names, colours);
+  const shortOf = (each) => (refused && each.name === refused.tier ? refused.short : null);
   const chart = new MemoryChart(view, names, colours.roles, {
     onPick: (time, announce) => alive.show(unpacked(tier), atOrBefore(unpacked(tier).time, time) + 1, time, announce) });
   const rows = new Lanes(view, run, lanes, colours);
@@ -72,10 +87,12 @@ function timelinePart(run, lanes, colours) {
     for (const button of choices.children) button.setAttribute("aria-pressed", button.dataset.tier === tier.name);
     const full = unpacked(tier);
     const { peak } = full;
-    chart.show(full);
+    const short = shortOf(tier);
+    chart.show(full, short);
     limit.replaceChildren(
       el("b", {}, peak.bytes ? `▼ peak ${bytesText(peak.bytes)}` : "nothing was held"),
       peak.bytes ? ` at ${timeText(peak.time)}${peak.op ? `, ${peak.op}` : ""}` : "",
+      short ? el("b", { class: "short" }, ` × ${bytesText(short.bytes)} more asked for at the end`) : "",
       el("span", { class: "right" }, `${chart.limitShown ? "┄ " : ""}${tier.limit} ${bytesText(tier.capacity)}` +
         (tier.nominal === tier.capacity ? "" : ` (nominal ${bytesText(tier.nominal)})`) + (chart.limitShown ? "" : ", above this figure")));
     legend.replaceChildren(...[...chart.roles].reverse().map((role) => {
@@ -89,7 +106,7 @@ function timelinePart(run, lanes, colours) {
         },
       }, swatch(colours.roles[name]), words(name));
     }));
-    alive.show(full, peak.at + 1, null);
+    alive.show(full, short ? full.time.length : peak.at + 1, null, false, short !== null);
     tellAgain();
   }
   choices.append(...used.map((each) => el("button", { type: "button", "data-tier": each.name, onclick: () => choose(each) }, each.name)));
@@ -130,6 +147,7 @@ function alivePart(run, names, colours) {
   const title = el("h2", {}, "Alive at the peak");
   const hint = el("p", { class: "hint", role: "status" });
   const back = el("button", { type: "button", class: "back", hidden: true }, "back to the peak");
+  let atEnd = false; // whether memory was short at the end, so that it shows that moment first
   const bar = el("div");
   const phases = el("p", { class: "hint" });
   const role = (row) => (row.tensor < 0 ? names.length - 1 : run.tensors.role[row.tensor]);
@@ -148,14 +166,16 @@ function alivePart(run, names, colours) {
   });
   const root = el("section", { class: "card alive", "aria-label": "Tensors that are held" },
     el("header", {}, el("div", {}, title, hint), back), bar, phases, table.root);
-  function show(tier, upto, time, announce = false) {
+  function show(tier, upto, time, announce = false, short = atEnd) {
+    atEnd = short;
     const held = holders(tier, upto, run.tensors);
     const total = held.reduce((sum, [, bytes]) => sum + bytes, 0);
-    title.textContent = time === null ? "Alive at the peak" : `Alive at ${timeText(time, 5)}`;
+    title.textContent = time !== null ? `Alive at ${timeText(time, 5)}` : short ? "Alive when it did not fit" : "Alive at the peak";
     hint.textContent = `${bytesText(total)} in ${tier.name}, ${numberText(held.length)} ${held.length === 1 ? "holder" : "holders"}` +
-      (time === null && tier.peak.op ? `, as ${tier.peak.op} ran` : "");
+      (time === null && tier.peak.op && !short ? `, as ${tier.peak.op} ran` : "");
     back.hidden = time === null;
-    back.onclick = () => show(tier, tier.peak.at + 1, null);
+    back.textContent = short ? "back to the end" : "back to the peak";
+    back.onclick = () => show(tier, short ? tier.time.length : tier.peak.at + 1, null);
     const rows = held.map(([tensor, bytes]) => ({ tensor, bytes, share: bytes / total }));
     const sums = names.map(() => 0);
     for (const row of rows) sums[role(row)] += row.bytes;
