@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -266,6 +267,24 @@ def short(drawn_log, folder):
     asked |= {"need_bytes": 40 << 20, "free_bytes": 3 << 20, "fits": False}
     view = view_of(log)
     return write_run_page(replace(view, summary={**view.summary, **asked}), folder / "short.html")
+
+
+@pytest.fixture(scope="module")
+def study(folder):
+    """A study of two machines, three batches, four budgets and three policies, one of which fits down to half."""
+    rows, draw, whole = [], random.Random(5), 8 * GIB
+    for machine, batch, share in product(("a_card", "another"), (2, 4, 16), (100, 90, 75, 50)):
+        for policy, least in (("keep_all", 100), ("chen", 75), ("swap_all", 50 if batch < 16 else 60)):
+            row = {"id": f"{machine}-{batch}-{share}-{policy}", "policy": policy, "profile": machine, "batch": batch}
+            row |= {"budget": "all" if share == 100 else f"{share}%", "status": "ok", "fits": True, "fidelity": "code"}
+            row |= {"budget_bytes": whole * share // 100, "unconstrained_peak_bytes": whole, "devices": 1}
+            slower = draw.choice([0.02, 0.2, 0.5]) if policy != "keep_all" else 0.0
+            figures = {"makespan_ns": int(1e8 * batch * (1 + slower)), "overhead": slower}
+            figures["peak_bytes"] = whole * min(share, 99) // 100
+            refused = {"status": "infeasible", "fits": False, "error": "it does not fit", "refusal": "out_of_memory"}
+            rows.append(row | (figures if share >= least else refused))
+    labels = ("profile", "batch", "policy", "budget")
+    return write_table_page(TableView("a study", labels, rows), folder / "study.html"), rows
 
 
 @pytest.fixture(scope="module")

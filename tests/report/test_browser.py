@@ -6,6 +6,7 @@ import statistics
 import time
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -578,6 +579,76 @@ def test_runs_of_two_jobs_are_never_in_one_picture(visit, many):
     page.get_by_label("Filter the rows").fill("keep_all 83")
     page.wait_for_function("() => document.querySelectorAll('.panels canvas').length === 1")
     assert page.locator(".panels figcaption").all_inner_texts() == ["batch 83"]
+
+
+def test_the_map_of_winners_names_the_fastest_of_each_job_and_leads_to_it(visit, study):
+    path, rows = study
+    page = visit(path)
+    maps = page.locator("#winners table")
+    assert page.locator("#winners figcaption").all_inner_texts() == ["profile a_card", "profile another"]
+    for i, machine in enumerate(("a_card", "another")):
+        lines = [line.split("\t") for line in maps.nth(i).locator("tr").all_inner_texts()]
+        assert [head.strip() for head in lines[0]][1:] == ["budget all", "budget 90%", "budget 75%", "budget 50%"]
+        for batch, cells in zip((2, 4, 16), lines[1:], strict=True):
+            assert cells[0].strip() == f"batch {batch}"
+            for budget, cell in zip(("all", "90%", "75%", "50%"), cells[1:], strict=True):
+                mine = [
+                    row for row in rows if (row["profile"], row["batch"], row["budget"]) == (machine, batch, budget)
+                ]
+                fitting = [row for row in mine if row["fits"]]
+                if not fitting:
+                    assert cell.strip() == "nothing fits"
+                    continue
+                least = min(row["makespan_ns"] for row in fitting)
+                name, figures = cell.strip().split("\n")
+                assert name in {row["policy"] for row in fitting if row["makespan_ns"] == least}
+                near = [row for row in fitting if row["makespan_ns"] <= 1.041 * least]
+                assert figures.endswith(f"≈ {len(near) - 1} more") == (len(near) > 1)
+    assert "nothing fits" in maps.first.inner_text()
+    page.locator(".toggles button", has_text="keep_all").click()
+    assert "keep_all" not in page.locator("#winners").inner_text()
+    page.get_by_label("Filter the rows").fill("another")
+    page.wait_for_function("() => document.querySelectorAll('#winners table').length === 1")
+    page.locator("#winners a").first.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".way")
+    assert "profile another" in page.locator(".way").inner_text()
+
+
+def test_time_added_is_drawn_over_the_budget_with_a_picture_for_each_job(visit, study):
+    path, rows = study
+    page = visit(path, script=Path(__file__).with_name("looks.js"))
+    captions = page.locator("#overhead figcaption").all_inner_texts()
+    assert sorted(captions) == sorted(f"profile {m} · batch {b}" for m in ("a_card", "another") for b in (2, 4, 16))
+    at = captions.index("profile a_card · batch 16")
+    mine = [row for row in rows if (row["profile"], row["batch"]) == ("a_card", 16)]
+    canvas = page.locator("#overhead canvas").nth(at)
+    canvas.scroll_into_view_if_needed()
+    drawn = page.evaluate("n => drawnOn(document.querySelectorAll('#overhead canvas')[n])", at)
+    crosses = [(a, b) for a, b in drawn["lines"] if abs(b[0] - a[0]) < 8]
+    spots = {(round((left + right) / 2), round((t + b) / 2)) for left, t, right, b in drawn["marks"]}
+    spots |= {(round((a[0] + b[0]) / 2), round((a[1] + b[1]) / 2)) for a, b in crosses}
+    box, seen = canvas.bounding_box(), {}
+    for x, y in spots:
+        page.mouse.move(box["x"] + x, box["y"] + y)
+        page.wait_for_selector(".tip:not([hidden])")
+        seen[page.locator(".tip-title").inner_text()] = (x, y)
+    told = {f"a_card, 16, {row['policy']}, {row['budget']}": row for row in mine}
+    assert set(seen) <= set(told)
+    assert len(seen) >= len(mine) - 2  # one marker may lie on another
+    lowest = max(y for title, (_, y) in seen.items() if told[title]["fits"])
+    assert all(y > lowest for title, (_, y) in seen.items() if not told[title]["fits"])  # crosses lie below
+    for title, (x, _) in seen.items():  # a smaller budget lies further left
+        others = [seen[t][0] for t in seen if told[t]["budget_bytes"] < told[title]["budget_bytes"]]
+        assert all(other < x for other in others)
+
+
+def test_a_comparison_has_neither_map_nor_curves(visit, step_log, folder):
+    rows = [
+        {"id": f"r{i}", "policy": f"p{i}", "fits": True, "makespan_ns": 10**9 + i, "peak_bytes": 10**9} for i in (1, 2)
+    ]
+    page = visit(write_table_page(TableView("a comparison", ("policy",), rows), folder / "neither.html"))
+    assert page.locator("#winners, #overhead").count() == 0
 
 
 # ---- names that mean ill -------------------------------------------------------------------------

@@ -50,10 +50,10 @@ def compared(step_log, folder):
 
 @SCHEMES
 @SIZES
-@pytest.mark.parametrize("which", ["drawn", "step", "short", "many", "compared"])
+@pytest.mark.parametrize("which", ["drawn", "step", "short", "many", "study", "compared"])
 def test_all_text_can_be_read(visit, request, which, size, scheme):
     made = request.getfixturevalue(which)
-    page = visit(made[0] if which == "many" else made, size=size, scheme=scheme, script=LOOKS)
+    page = visit(made[0] if which in ("many", "study") else made, size=size, scheme=scheme, script=LOOKS)
     assert looks(page) == []
 
 

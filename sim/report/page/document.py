@@ -22,7 +22,7 @@ from sim.report.page.table import TableView, table_data
 HERE = files("sim.report.page")
 SCRIPTS = (
     *("format.js", "unpack.js", "grid.js", "viewport.js", "memory.js", "lanes.js", "scatter.js"),
-    *("parts.js", "run.js", "many.js", "page.js"),
+    *("parts.js", "run.js", "sweep.js", "many.js", "page.js"),
 )
 """Our scripts in the order of their dependencies; uPlot precedes them."""
 

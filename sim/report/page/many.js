@@ -43,11 +43,12 @@ function tablePage(table, about, colours) {
   const rest = el("p", { class: "hint", role: "status" });
   const job = (row) => table.facets.map((name) => `${name === "parallel" ? "" : `${words(name)} `}${valueText(values[name][row])}`).join(" · ");
   const most = (row) => (has("fullest_bytes") && values.fullest_bytes[row] !== null ? values.fullest_bytes[row] : values.peak_bytes[row]);
-  const scatter = () => new Scatter({
-    tell: (row) => [label(row), table.shown.filter((name) => !table.labels.includes(name) && name !== "error" && name !== "fits" && name !== "status")
-      .map((name) => column(name)).map(([name, title, kind]) => [title, valueText(values[name][row], kind)]).filter(([, said]) => said !== NONE)],
-    open: (row) => { location.hash = address(row); },
-  });
+  const tellOf = (row) => [label(row), table.shown.filter((name) => !table.labels.includes(name) && name !== "error" && name !== "fits" && name !== "status")
+      .map((name) => column(name)).map(([name, title, kind]) => [title, valueText(values[name][row], kind)]).filter(([, said]) => said !== NONE)];
+  const openRow = (row) => { location.hash = address(row); };
+  const scatter = () => new Scatter({ tell: tellOf, open: openRow });
+  const winners = winnersCard(table, address);
+  const overhead = overheadCard(table, job, openRow, tellOf);
   const hasFront = table.verdict.length > 0 || table.facets.length > 0;
   const column = (name) => table.columns.find(([each]) => each === name);
   const holder = el("div");
@@ -91,6 +92,8 @@ function tablePage(table, about, colours) {
     found.textContent = rows.length === count ? "" : `${numberText(rows.length)} of ${numberText(count)}`;
     if (rebuild || !holder.firstChild) { shownGrid = tableOf(rows); holder.replaceChildren(shownGrid.root); }
     else shownGrid.show(rows);
+    if (winners) winners.show(rows);
+    if (overhead) overhead.show(rows);
     const fitting = has("makespan_ns") && has("peak_bytes")
       ? rows.filter((row) => values.makespan_ns[row] !== null && values.peak_bytes[row] !== null && values.fits[row]) : [];
     drawPanels(fitting);
@@ -165,8 +168,9 @@ function tablePage(table, about, colours) {
   whenShown(runs, () => {
     refresh();
     new ResizeObserver(() => panels.forEach(({ picture, root }) => root.isConnected && picture.draw())).observe(pictures);
+    if (overhead) new ResizeObserver(overhead.draw).observe(overhead.holder);
   });
-  return [head, verdict || tiles, picture, runs, scopeCard(table.scope), factsCard(table.facts, []), commandCard(table.command)];
+  return [head, verdict || tiles, winners && winners.root, picture, overhead && overhead.root, runs, scopeCard(table.scope), factsCard(table.facts, []), commandCard(table.command)];
 }
 
 // All that is known of one row: its figures, and its run where that is in the file.

@@ -128,7 +128,8 @@ class Scatter {
     this.draw();
   }
 
-  draw() {
+  // An empty canvas as wide as its place.
+  begin() {
     const width = Math.max(240, this.holder.clientWidth);
     const height = width < 560 ? 300 : 380;
     const scale = devicePixelRatio;
@@ -138,6 +139,11 @@ class Scatter {
     const context = this.canvas.getContext("2d");
     context.scale(scale, scale);
     context.font = "12px system-ui, sans-serif";
+    return { context, width, height };
+  }
+
+  draw() {
+    const { context, width, height } = this.begin();
     const [right, top, bottom] = [16, 12, 48];
     const h = height - top - bottom;
     const ys = scaleOf([...this.points.map((p) => p.y), ...(this.limit ? [this.limit] : [])], h / 50, 20, BYTES);
@@ -145,33 +151,7 @@ class Scatter {
     const left = Math.ceil(Math.max(38, ...sizes)) + 30; // the ticks' texts, and the axis's own name beside them
     const w = width - left - right;
     const xs = scaleOf(this.points.map((p) => p.x), w / 90, 5, TIMES);
-    context.strokeStyle = shade("--line");
-    context.fillStyle = shade("--soft");
-    context.lineWidth = 1;
-    context.textAlign = "center";
-    context.beginPath();
-    for (const [i, value] of xs.ticks.entries()) {
-      const x = Math.round(left + xs.at(value) * w) + 0.5;
-      context.moveTo(x, top);
-      context.lineTo(x, top + h);
-      const half = context.measureText(xs.texts[i]).width / 2;
-      context.fillText(xs.texts[i], Math.min(x, width - half - 2), top + h + 17);
-    }
-    context.textAlign = "right";
-    for (const [i, value] of ys.ticks.entries()) {
-      const y = Math.round(top + h - ys.at(value) * h) + 0.5;
-      context.moveTo(left, y);
-      context.lineTo(left + w, y);
-      context.fillText(ys.texts[i], left - 8, y + 4);
-    }
-    context.stroke();
-    context.textAlign = "center";
-    context.fillText("time of an iteration", left + w / 2, height - 8);
-    context.save();
-    context.translate(11, top + h / 2);
-    context.rotate(-Math.PI / 2);
-    context.fillText("peak memory", 0, 0);
-    context.restore();
+    this.axes(context, { left, top, w, h, foot: 0, height, width }, xs, ys, "time of an iteration", "peak memory");
     const frame = { left, top, right: left + w, bottom: top + h };
     this.places = this.points.map((point) => [left + xs.at(point.x) * w, top + h - ys.at(point.y) * h]);
     const taken = this.places.map(([x, y]) => [x - 7, y - 7, x + 7, y + 7]).concat(this.lines(context, frame, xs, ys));
@@ -201,6 +181,37 @@ class Scatter {
       context.fillText("no run fits", left + w / 2, top + h / 2);
     }
     tellAgain();
+  }
+
+  // Grid, ticks and names of both axes. foot: what lies between the plotted area and the texts below it.
+  axes(context, { left, top, w, h, foot, height, width }, xs, ys, below, beside) {
+    context.strokeStyle = shade("--line");
+    context.fillStyle = shade("--soft");
+    context.lineWidth = 1;
+    context.textAlign = "center";
+    context.beginPath();
+    for (const [i, value] of xs.ticks.entries()) {
+      const x = Math.round(left + xs.at(value) * w) + 0.5;
+      context.moveTo(x, top);
+      context.lineTo(x, top + h + foot);
+      const half = context.measureText(xs.texts[i]).width / 2;
+      context.fillText(xs.texts[i], Math.min(x, width - half - 2), top + h + foot + 17);
+    }
+    context.textAlign = "right";
+    for (const [i, value] of ys.ticks.entries()) {
+      const y = Math.round(top + h - ys.at(value) * h) + 0.5;
+      context.moveTo(left, y);
+      context.lineTo(left + w, y);
+      context.fillText(ys.texts[i], left - 8, y + 4);
+    }
+    context.stroke();
+    context.textAlign = "center";
+    context.fillText(below, left + w / 2, height - 8);
+    context.save();
+    context.translate(11, top + h / 2);
+    context.rotate(-Math.PI / 2);
+    context.fillText(beside, 0, 0);
+    context.restore();
   }
 
   // The budget, and the front: to its right and above it another run has both less time and a lower peak. Returns what
