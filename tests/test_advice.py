@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sim.advice import advise
+from sim.advice.answer import figures
 from sim.advice.bench import pace_of
 from sim.advice.candidates import candidates, lean, space
 from sim.advice.ceiling import keeps_to_class
@@ -30,6 +31,7 @@ from sim.layout import lay_out
 from sim.policies import load, names
 from sim.report.verdict import difference, kind
 from sim.search import fits as it_fits
+from sim.trace.graph import Trace
 from tests.test_cli import tiersim
 from workloads import cnn, transformer
 
@@ -563,6 +565,30 @@ def test_a_policy_that_is_told_any_budget_and_plans_the_same_has_the_pace_of_tha
 def test_named_policies_are_the_only_candidates(config):
     asked = Question({"model": config, **AXES}, "a100_40_pcie", policies=FEW)
     assert candidates_for(asked) == (list(FEW), [])
+
+
+def test_a_trace_without_samples_is_named_by_its_model_and_has_iterations_per_second(config):
+    made = transformer(config, batch=4, **AXES)
+    meta = {key: value for key, value in made.meta.items() if key not in ("samples", "batch", "tokens")}
+    tensors, ops, rest = made.tensor_columns, made.op_columns, {"outputs": made.outputs, "carry": made.carry}
+    step = Trace(tensors, ops, **rest, meta={**meta, "model": "my_step"})
+    given = advise(step, "a100_40_pcie", policies=["keep_all"], seconds=20)
+    text = given.text()
+    assert text.startswith("my_step on a100_40_pcie")
+    rate = 1e9 / given.best["makespan_ns"]
+    assert f"{rate:.4g} iterations/s" in text
+    assert "samples/s" not in text
+    of_batch = Trace(tensors, ops, **rest, meta={**meta, "batch": 4})  # its samples, as in a summary
+    text = advise(of_batch, "a100_40_pcie", policies=["keep_all"], seconds=20).text()
+    assert f"{round(4 * rate):,} samples/s" in text
+    assert "as fast as with unlimited memory" in text
+
+
+def test_rates_have_no_exponents():
+    row = {"makespan_ns": 10**9, "peak_bytes": 10**9, "samples_per_s": 2.0}
+    assert "79,782 tokens/s" in figures({**row, "tokens_per_s": 79_782.3})
+    assert "236.4 tokens/s" in figures({**row, "tokens_per_s": 236.37})
+    assert "2 samples/s" in figures(row)
 
 
 def test_a_trace_is_advised_on_as_it_is(config):

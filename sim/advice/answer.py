@@ -161,14 +161,22 @@ def _verdict(advice: Advice) -> list[str]:
 
 def _workload(advice: Advice) -> str:
     axes = dict(advice.question.workload)
-    name = axes.pop("model", axes.pop("trace", ""))
+    name = axes.pop("model", None)
+    if axes.pop("trace", None) is not None:  # a file of the search's own
+        name = advice.question.trace.meta.get("model", "trace")
     shown = ", ".join(f"{key} {value}" for key, value in axes.items() if USUAL.get(key) != value)
     return f"{name}, {shown}" if shown else str(name)
 
 
+def _four_digits(rate: float) -> str:
+    """A rate to four digits, without an exponent: "79,780", "236.4"."""
+    return f"{round(rate):,}" if rate >= 1000 else f"{rate:.4g}"
+
+
 def figures(row: Row) -> str:
     """ "4.3 s per iteration, 236 tokens/s, peak 7.2 GB"."""
-    rate = f"{row['tokens_per_s']:,.4g} tokens/s" if row.get("tokens_per_s") else f"{speed(row):.4g} samples/s"
+    tokens, unit = row.get("tokens_per_s"), "samples" if row.get("samples_per_s") else "iterations"
+    rate = f"{_four_digits(tokens)} tokens/s" if tokens else f"{_four_digits(speed(row))} {unit}/s"
     return f"{_ms(row['makespan_ns'])} per iteration, {rate}, peak {_gb(row['peak_bytes'])}"
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sim.advice.candidates import UNUSUAL
 from sim.advice.question import Question
+from sim.analysis.summary import samples_in
 from sim.policies import load
 
 
@@ -26,7 +27,7 @@ def ceiling(asked: Question) -> Ceiling:
     if asked.kept is None:
         return Ceiling(0.0, 0)
     end, peak = asked.kept
-    return Ceiling((asked.trace.meta.get("samples") or 1) * 1e9 / max(1, end), peak)
+    return Ceiling((samples_in(asked.trace.meta) or 1) * 1e9 / max(1, end), peak)
 
 
 def keeps_to_class(policy: str) -> bool:

@@ -28,6 +28,7 @@ from sim.advice.question import Question
 from sim.advice.state import State, state_of
 from sim.advice.trials import BOUND, WORTH, Row, Trials, fits, setting, speed
 from sim.advice.trials import way as way_of
+from sim.analysis.summary import samples_in
 from sim.policies import load
 
 PROBES = ("", "keep_all", BESIDE[0])
@@ -218,7 +219,7 @@ def _in_class(asked: Question) -> float:
     """The most samples, or iterations, per second of plans that only drop, recompute and copy activations."""
     if asked.bound is None:
         return float("inf")
-    samples = asked.trace.meta.get("samples") or 1
+    samples = samples_in(asked.trace.meta) or 1
     return 0.0 if asked.bound.makespan_ns is None else samples * 1e9 / max(1, asked.bound.makespan_ns)
 
 

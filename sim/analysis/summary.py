@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
@@ -18,7 +19,10 @@ from sim.errors import ProfileError
 from sim.hardware.cost import peak_dtype
 from sim.log import EventLog
 
-__all__ = ["Reference", "Summary", "summarize"]
+__all__ = ["Reference", "Summary", "samples_in", "summarize"]
+
+SAMPLES = ("samples", "batch")
+"""The keys of a trace's `meta` that say how many samples it has, the first that is there."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> S
         moved_bytes={link.link: link.bytes for link in traffic(log)},
         overlap=hidden.fraction,
         overlap_by_link=dict(hidden.by_link),
-        samples_per_s=_per_second(log, "samples", "batch"),
+        samples_per_s=_per_second(log, *SAMPLES),
         tokens_per_s=_per_second(log, "tokens"),
         mfu=mfu,
         hfu=hfu,
@@ -188,8 +192,17 @@ def _reserved(log: EventLog) -> dict[str, int]:
 
 def _per_second(log: EventLog, *keys: str) -> float | None:
     """Samples or tokens per second: the first of these keys that the trace's `meta` has; None if it has none."""
-    amounts = [log.trace.meta[key] for key in keys if isinstance(log.trace.meta.get(key), (int, float))]
-    return float(amounts[0]) * 1e9 / log.end if amounts and log.end and log.complete else None
+    amount = _amount(log.trace.meta, *keys)
+    return amount * 1e9 / log.end if amount is not None and log.end and log.complete else None
+
+
+def _amount(meta: Mapping[str, Any], *keys: str) -> float | None:
+    return next((float(meta[key]) for key in keys if isinstance(meta.get(key), (int, float))), None)
+
+
+def samples_in(meta: Mapping[str, Any]) -> float | None:
+    """The samples of a trace, as its `meta` says; None if it does not."""
+    return _amount(meta, *SAMPLES)
 
 
 def _utilisations(log: EventLog) -> tuple[float | None, float | None]:

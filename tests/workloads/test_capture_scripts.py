@@ -214,7 +214,7 @@ def test_a_script_finds_the_modules_beside_it_and_leaves_none(tmp_path):
     [
         (
             "def step():\n    return 3\n",
-            "refers to no module with parameters, .* return a dict with `module`, `inputs`",
+            "refers to no module with parameters, .* top level.* `return step`.* return a dict with `module`, `inputs`",
         ),
         (
             "from torch.nn import Linear\n\ndef step():\n    return Linear(2, 2)\n",

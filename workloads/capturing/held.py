@@ -18,7 +18,10 @@ from workloads.capturing.places import is_installed
 
 MOST = 20_000
 """Objects that are looked at before the search ends."""
-DESCRIBED = "let it train a module, or return a dict with `module`, `inputs` and `loss`"
+DESCRIBED = (
+    "let it train a module (one step, as in the loop, of a model made at the file's top level), build all and return "
+    "such a step, as in `return step`, or return a dict with `module`, `inputs` and `loss`"
+)
 """What a function must be to be captured, in the words of an error."""
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, BuiltinFunctionType)
 
