@@ -193,6 +193,29 @@ def step(batch=4):
     logged = {"loss": loss.detach().item()}
 """
 
+Q_LEARNING = """
+class Q(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer1, self.layer2, self.layer3 = nn.Linear(4, 32), nn.Linear(32, 32), nn.Linear(32, 2)
+    def forward(self, x):
+        return self.layer3(F.relu(self.layer2(F.relu(self.layer1(x)))))
+
+policy, target = Q().cuda(), Q().cuda()
+target.load_state_dict(policy.state_dict())
+optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, amsgrad=True)
+def step(batch=32):
+    state, following, reward = (torch.rand(batch, n, device="cuda") for n in (4, 4, 1))
+    value = policy(state).gather(1, torch.randint(2, (batch, 1), device="cuda"))
+    with torch.no_grad():
+        expected = target(following).max(1).values.unsqueeze(1) * 0.99 + reward
+    loss = nn.SmoothL1Loss()(value, expected)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_value_(policy.parameters(), 100)
+    optimizer.step()
+"""
+
 SCRIPTS = {
     # text, layers, what is assumed beside the GPU
     "a variational autoencoder": (VAE, 0, {asked.OUTSIDE}),
@@ -200,6 +223,7 @@ SCRIPTS = {
     "fast neural style": (STYLE, 2, {asked.OUTSIDE}),
     "preferences beside a frozen reference": (PREFERENCE, 4, {asked.OUTSIDE}),
     "accumulation, compiled, scaled, fused, averaged": (ACCUMULATED, 4, {making.COMPILED}),
+    "a policy and its target": (Q_LEARNING, 0, set()),  # two models of a class are no layers of one
     "a diffusion network with an average": (DIFFUSION, 4, {asked.OUTSIDE}),
 }
 

@@ -25,7 +25,7 @@ class LayerCalls:
 
     def __init__(self, root: Any, wanted: str | Sequence[str] | None = None, apart: Sequence[str] = ()) -> None:
         self._root = root
-        self._paths = layer_paths(root, wanted)
+        self._paths = layer_paths(root, wanted, apart)
         self._wrapped = WrappedParts(root) if wanted is None else None
         self._layer_of: dict[str, str] = {}
         self._numbers: dict[tuple[str, int], int] = {}

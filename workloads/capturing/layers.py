@@ -26,10 +26,11 @@ from sim.errors import WorkloadError, near
 SAYS = ("_no_split_modules", "_repeated_blocks")
 
 
-def layer_paths(root: Any, wanted: str | Sequence[str] | None = None) -> tuple[str, ...]:
+def layer_paths(root: Any, wanted: str | Sequence[str] | None = None, apart: Sequence[str] = ()) -> tuple[str, ...]:
     """The paths of a module's layers, in the order of the model.
 
     wanted: classes or paths, by name or by pattern (`*`, `?`, `[0-5]`); None to find what repeats.
+    apart: parts of the root that are models of their own: two of one class (a policy and its target) are no layers.
 
     Raises WorkloadError where something wanted is not a part of the module, naming the nearest that is.
     """
@@ -38,7 +39,7 @@ def layer_paths(root: Any, wanted: str | Sequence[str] | None = None) -> tuple[s
     listed = {path: part for path, part, _ in _listed(root, "") if _has_parts(part)}
     names = {str(name) for part in root.modules() for key in SAYS for name in getattr(part, key, None) or ()}
     said = [path for path, part in listed.items() if type(part).__name__ in names]
-    found = outermost(said or _repeated(root))
+    found = outermost(said or _repeated(root, bool(apart)))
     if found:
         return found
     return tuple(dict.fromkeys(prefix for path, _ in root.named_modules() if (prefix := numbered(path))))
@@ -91,24 +92,31 @@ def outermost(paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _repeated(root: Any) -> list[str]:
-    """What repeats: three twins outside lists, whatever they consist of, else what stands in lists, else two twins."""
+def _repeated(root: Any, joined: bool) -> list[str]:
+    """What repeats: three twins outside lists, whatever they consist of, else what stands in lists, else two twins.
+
+    joined: whether the root only joins models.
+    """
     listed = list(_listed(root, ""))
-    if triplets := _twins(root, {path for path, _, _ in listed}, 3):
+    if triplets := _twins(root, {path for path, _, _ in listed}, 3, joined):
         return triplets
     count = Counter(type(part) for _, part, _ in listed)
     found = {path for path, part, in_list in listed if _has_parts(part) and (in_list or count[type(part)] > 1)}
     if not found:
-        return _twins(root, set(), 2)
+        return _twins(root, set(), 2, joined)
     return [path for path, part, _ in listed if path in found or not _has_parts(part)]
 
 
-def _twins(root: Any, listed: set[str], least: int) -> list[str]:
+def _twins(root: Any, listed: set[str], least: int, joined: bool) -> list[str]:
     """All parts that have parts of the first module, outside lists, that has so many of one class."""
     nn = import_module("torch.nn")
     for path, module in root.named_modules():
         steps = path.split(".")
-        if _is_container(nn, module) or any(".".join(steps[:i]) in listed for i in range(1, len(steps) + 1)):
+        if (
+            (joined and not path)
+            or _is_container(nn, module)
+            or any(".".join(steps[:i]) in listed for i in range(1, len(steps) + 1))
+        ):
             continue
         children = [(name, part) for name, part in module.named_children() if not _is_container(nn, part)]
         parts = [(name, part) for name, part in children if _has_parts(part)]
