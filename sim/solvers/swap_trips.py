@@ -17,12 +17,14 @@ class Trip:
     """A tensor that leaves after one op and whose copy back begins before another; ids.
 
     wait: the op before which the device waits until it is away, None for nowhere.
+    needed: the op that reads it next.
     """
 
     tensor: int
     leaves: int
     wait: int | None
     returns: int
+    needed: int
 
 
 def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None, *, through_time: bool = False) -> list[Trip]:
@@ -64,7 +66,8 @@ def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None, *, thr
         if due:
             earliest = begin
         wait = waits.get(one)
-        trips.append(Trip(one.tensor, curve.ops[one.left], None if wait is None else curve.ops[wait], curve.ops[begin]))
+        held = None if wait is None else curve.ops[wait]
+        trips.append(Trip(one.tensor, curve.ops[one.left], held, curve.ops[begin], curve.ops[one.back]))
     return sorted(trips, key=lambda trip: (trip.leaves, trip.returns, trip.tensor))
 
 
@@ -88,4 +91,10 @@ def actions_of(trips: Sequence[Trip], home: str, host: str) -> list[Action]:
     for trip in trips:
         actions.append(Move(trip.tensor, host, after=trip.leaves))
         actions += [] if trip.wait is None else [Wait(trip.tensor, before=trip.wait)]
-    return [*actions, *(Move(trip.tensor, home, before=trip.returns) for trip in trips)]
+    return [*actions, *copies_in(trips, home)]
+
+
+def copies_in(trips: Sequence[Trip], home: str) -> list[Action]:
+    """The moves back; of those that begin before one op, what is needed first precedes."""
+    ordered = sorted(trips, key=lambda trip: (trip.returns, trip.needed, trip.tensor))
+    return [Move(trip.tensor, home, before=trip.returns) for trip in ordered]

@@ -12,7 +12,7 @@ from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
 from sim.solvers.load_curve import Absence, Curve, curve_of
 from sim.solvers.longest_away import longest_away
-from sim.solvers.swap_trips import scheduled
+from sim.solvers.swap_trips import copies_in, scheduled
 from sim.trace.index import TraceIndex
 from sim.units import parse_time
 
@@ -179,7 +179,7 @@ class _Regions:
             region = self._regions[0] if trip.tensor in folded else goes[trip.tensor, trip.leaves]
             out.append(Move(trip.tensor, region, after=trip.leaves))
             out += [] if trip.wait is None else [Wait(trip.tensor, before=trip.wait)]
-        return [*out, *(Move(trip.tensor, home, before=trip.returns) for trip in trips)]
+        return [*out, *copies_in(trips, home)]
 
 
 def replace_times(one: Absence, out_ns: int, in_ns: int) -> Absence:

@@ -19,7 +19,7 @@ from sim.plan import Move, Wait
 from sim.policies import load
 from sim.policies.offload.autoswap.choosing import Absence, candidates, choose
 from sim.solvers.load_curve import Curve, Variable
-from sim.solvers.swap_trips import Trip, actions_of, scheduled
+from sim.solvers.swap_trips import Trip, actions_of, copies_in, scheduled
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import facts, machine
 from tests.policies.offload.test_vdnn import Layer, net
@@ -218,14 +218,19 @@ def test_copies_of_no_time_stay_between_the_two_ops() -> None:
 
 
 def test_a_wait_is_planned_and_precedes_a_copy_in_at_the_same_op() -> None:
-    trips = [Trip(3, leaves=0, wait=2, returns=7), Trip(5, leaves=1, wait=None, returns=2)]
+    trips = [Trip(3, leaves=0, wait=2, returns=7, needed=9), Trip(5, leaves=1, wait=None, returns=2, needed=3)]
     assert actions_of(trips, "hbm", "host") == [
         Move(3, "host", after=0),
         Wait(3, before=2),
         Move(5, "host", after=1),
-        Move(3, "hbm", before=7),
         Move(5, "hbm", before=2),
+        Move(3, "hbm", before=7),
     ]
+
+
+def test_of_copies_in_at_the_same_op_what_is_read_first_precedes() -> None:
+    trips = [Trip(t, leaves=t, wait=None, returns=5, needed=9 - t) for t in range(3)]
+    assert [action.tensor for action in copies_in(trips, "hbm")] == [2, 1, 0]
 
 
 def test_two_that_leave_share_the_space_of_ops_beside_which_both_are_still_there() -> None:
