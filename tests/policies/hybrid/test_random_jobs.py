@@ -23,6 +23,16 @@ def test_where_ops_are_recomputed_more_than_once_it_is_as_fast(seed):
     assert loses_to(seed) == []
 
 
+@pytest.mark.parametrize(("seed", "other"), [(114, "relax_and_fix"), (119, "superneurons")])
+def test_where_no_choice_among_results_of_forward_fits_what_comes_later_is_offloaded_too(seed, other):
+    """A BERT whose update and loss need most, and a GPT-2 in fp32 whose GELU does in backward."""
+    drawn = job(seed)
+    mine, why = took(drawn, "hybrid")
+    single, _ = took(drawn, other)
+    assert mine is not None, why
+    assert mine < 0.5 * single
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(25))
 def test_on_jobs_drawn_at_random_it_loses_to_none_of_them(seed):

@@ -30,8 +30,8 @@ REPLAYS = 3
 LATE = 1.001
 """By how much a replay may take longer than the model says, before drafts without copies are tried, too."""
 UPDATE = (
-    "; it is the update that does not fit, of which nothing is kept, offloaded or recomputed here: join a policy for "
-    "it, as in 'optimizer_in_backward + hybrid' or 'zero_offload + hybrid'"
+    "; it is the update that does not fit: join a policy for it, as in 'optimizer_in_backward + hybrid' "
+    "or 'zero_offload + hybrid'"
 )
 STATE = "; optimizer state and gradients, {} in all, stay here: join a policy for them, as in 'zero_offload + hybrid'"
 
@@ -59,10 +59,13 @@ class Hybrid(Policy):
     beside a slow link, little of that fits. Therefore planners that recompute an op as often as it pays (`twremat`;
     `rotor`, on chains; `relax_and_fix`'s programs) say what to recompute, for the memory that there is and for more.
     Wherever that takes less time than what was found, copies of the rest are planned beside it in the same way.
+    Where no such draft fits, what backward and the update produce for later ops may be offloaded, too, and
+    `relax_and_fix` may solve as many programs as it does alone.
     Of pipelines this model knows the ops of each device, but not when it waits for others. So there a plan by the
     pipeline's timeline, that of `mpress`, is the plan if it takes no longer than unlimited memory, else it and
-    `full_recompute` are compared with the drafts. Where no draft fits, `full_recompute` is the plan if that does,
-    with what its checkpoints hold for longer (`hold_longer`), the only rewrite that there is here.
+    `full_recompute` are compared with the drafts. Where no draft of forward results fits, `full_recompute` is the plan
+    if that is faster than what does, with what its checkpoints hold for longer (`hold_longer`), the only rewrite that
+    there is here.
     Recomputation that is chosen is lazy: an op is recomputed right before its results are first read, from what is
     resident or comes back for it. Results that only forward reads may be kept or offloaded, too, for others to be
     recomputed from; so an expensive op is not recomputed for the cheap ones behind it.
@@ -75,12 +78,12 @@ class Hybrid(Policy):
         most three replays per search, and one search but in compositions or where the fastest draft does not fit. At
         most eight plans of other planners with two programs each; of traces of more than 5,000 ops one, and of more
         than 1,500 none by `rotor`, whose time grows with the cube of the chain.
-    Departs: no paper's design is claimed. It chooses among results of forward: where the update's own temporaries are
-        the peak, nothing is left to choose, and nothing fits. Some policies fit into less, or are faster, by freedoms
-        that it does not have: `modnn` offloads temporaries of the update, too, and splits the batch; `vdnn` and `modnn`
-        take other implementations of convolutions; `tso` launches captured graphs; `zero_offload` updates on the host's
-        processor, beside the device; `optimizer_in_backward` and `olla` change the order of ops; lossy codecs make what
-        is saved smaller.
+    Departs: no paper's design is claimed. It chooses among results of forward; what backward and the update produce is
+        offloaded only where nothing fits otherwise, and never recomputed but by the planners named above. Some
+        policies fit into less, or are faster, by freedoms that it does not have: `modnn` splits the batch; `vdnn` and
+        `modnn` take other implementations of convolutions; `tso` launches captured graphs; `zero_offload` updates on
+        the host's processor, beside the device; `optimizer_in_backward` and `olla` change the order of ops; lossy
+        codecs make what is saved smaller.
 
     rounds: linear programs at most; on traces of more than some 4,000 ops fewer, two if one of them fits.
     Notes of the plan: `kept_bytes`, `offloaded_bytes`, `recomputed_bytes`; `expected_ns`, the model's time;
@@ -107,30 +110,25 @@ class Hybrid(Policy):
         simple = list(_of_stages(problem)) if problem.trace.devices > 1 else []
         if simple and simple[0].ns <= simple[0].plan.notes.get("unlimited_ns", 0):
             return simple[0].plan
-        best: Replayed | None = None
         if shared := drafts.learn(plain):  # that replay ended early: one that goes on shows more
             drafts.learn(replayed(problem, drafts, drafts.away()))
-        last: Replayed | None = None
-        for _ in range(SEARCHES):
-            fitting, first = self._search(problem, drafts)
-            best = min((each for each in (best, fitting) if each), key=lambda each: each.ns, default=None)
-            if first.fits and (not shared or (last and list(first.draft.choice) == list(last.draft.choice))):
-                break
-            for run in {id(run): run for run in (fitting, first) if run}.values():
-                drafts.learn(run)
-            last = first
+        best = self._searched(problem, drafts, shared=shared)
         if best is None or (best.draft.moved and best.ns > LATE * best.draft.ns):  # the link has more to do
             dropping, _ = self._search(problem, drafts.without_copies())
             best = min((each for each in (best, dropping) if each), key=lambda each: each.ns, default=None)
-        if (more := beside_recomputation(problem, drafts, best.ns if best else None)) is not None:
+        if narrow := best is None:
+            wider = drafts.with_later()
+            best = self._searched(problem, wider, shared=shared)
+        if (more := beside_recomputation(problem, drafts, best.ns if best else None, hard=narrow)) is not None:
             best = more
         if best is None:
-            best = replayed(problem, drafts, drafts.least(self.rounds))
+            tries = [replayed(problem, each, each.least(self.rounds)) for each in (drafts, wider)]
+            best = min(tries, key=lambda run: (run.lacking, run.draft.least_bytes))
         if best.fits:
             simple.insert(0, Simple(best.plan, best.ns))
             if best.ns > plain.draft.ns and problem.platform.host is not None:
                 simple += _replayed(problem, SwapAll())
-        elif problem.trace.devices == 1:
+        if narrow and problem.trace.devices == 1:
             simple += _replayed(problem, FullRecompute())
         if simple:
             return min(simple, key=attrgetter("ns")).plan
@@ -140,6 +138,20 @@ class Hybrid(Policy):
         what = f"policy 'hybrid': no draft fits {format_bytes(problem.budget)}"
         end = UPDATE if _peaks_in_update(best.draft) else _state_beside(problem, best.draft)
         raise nothing_fits(problem, what, best.draft.least_bytes, end=end)
+
+    def _searched(self, problem: Problem, drafts: Drafts, *, shared: bool) -> Replayed | None:
+        """The fastest of some drafts that fits, None if none does. shared: whether others hold or move something."""
+        best: Replayed | None = None
+        last: Replayed | None = None
+        for _ in range(SEARCHES):
+            fitting, first = self._search(problem, drafts)
+            best = min((each for each in (best, fitting) if each), key=lambda each: each.ns, default=None)
+            if first.fits and (not shared or (last and list(first.draft.choice) == list(last.draft.choice))):
+                break
+            for run in {id(run): run for run in (fitting, first) if run}.values():
+                drafts.learn(run)
+            last = first
+        return best
 
     def _search(self, problem: Problem, drafts: Drafts) -> tuple[Replayed | None, Replayed]:
         """Of some drafts the one that is fastest when replayed, None if none fits; and the first that was replayed."""

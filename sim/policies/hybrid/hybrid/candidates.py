@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,8 +18,12 @@ SMALL = 1000
 """The smallest results, together less than one in so many saved bytes, stay: each copy has a fixed time."""
 
 
-def results_of(problem: Problem, *, inputs: bool = True) -> Results:
-    """The choices of a trace on a platform. inputs: whether inputs of the iteration are among them."""
+def results_of(problem: Problem, *, inputs: bool = True, later: bool = False) -> Results:
+    """The choices of a trace on a platform.
+
+    inputs: whether inputs of the iteration are among them. later: whether what backward and the update produce for
+    later ops is, too; it may be offloaded.
+    """
     trace, index = problem.trace, TraceIndex(problem.trace)
     storages = set(trace.view_of.values())
     groups: dict[int, list[int]] = {}
@@ -37,6 +42,10 @@ def results_of(problem: Problem, *, inputs: bool = True) -> Results:
     for op, need in needs.items():
         lost = (t for t in index.writes[op] if backward.is_lost(t, need) and index.droppable[t] and t not in storages)
         found.append(_saved(problem, index, op, tuple(lost), need, forward_only=True))
+    chosen = {t for s in found for t in s.tensors}
+    for op, t, need in _produced_later(index) if later else ():
+        if t not in chosen and t not in storages and index.size[t] * SMALL > total:
+            found.append(replace(_saved(problem, index, op, (t,), need), recomputes=False))
     results = _results(index, found)
     # what would take an op of another device or of a group to recompute is not recomputed
     return _results(index, [replace(s, recomputes=s.recomputes and _alone(results, s)) for s in results.saved])
@@ -94,6 +103,17 @@ def _inputs(index: TraceIndex) -> list[int]:
         if alone and FORWARD in phases and BACKWARD in phases and t not in trace.outputs:
             found.append(t)
     return found
+
+
+def _produced_later(index: TraceIndex) -> Iterator[tuple[int, int, int]]:
+    """Results of backward and the update, weight gradients apart: op, tensor, and the read after its longest gap."""
+    trace = index.trace
+    for op in np.flatnonzero(trace.op_columns.phase != FORWARD).tolist():
+        for t in index.writes[op]:
+            uses = [op, *(r for r in trace.readers(t) if r > op)]
+            gaps = [(after - before, after) for before, after in pairwise(uses)]
+            if gaps and index.droppable[t]:
+                yield op, t, max(gaps)[1]
 
 
 def _alone(results: Results, saved: Saved) -> bool:

@@ -135,6 +135,12 @@ class Drafts:
         other._given = schedule_of(self.index, reruns)
         return other
 
+    def with_later(self) -> Drafts:
+        """The same, and as much learnt, where what backward and the update produce may be offloaded, too."""
+        other = self._among(results_of(self.problem, later=True).saved)
+        other._all = other.results
+        return other
+
     def _among(self, saved: Sequence[Saved]) -> Drafts:
         """The same, and as much learnt of the others, where there is a choice for these alone."""
         other = copy(self)

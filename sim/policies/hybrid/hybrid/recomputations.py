@@ -9,6 +9,7 @@ from operator import attrgetter
 from sim.errors import Infeasible, PolicyError
 from sim.plan import Problem, Recompute
 from sim.policies.hybrid.hybrid.drafts import WORK, Draft, Drafts, Replayed, replayed
+from sim.policies.recompute.relax_and_fix import RelaxAndFix
 from sim.policies.recompute.relax_and_fix.moment_search import LEVELS, MomentSearch
 from sim.policies.recompute.rotor import Rotor
 from sim.policies.recompute.twremat import Twremat
@@ -27,9 +28,10 @@ ROUGH, POLISHED = 2, 2
 """Rounds for each plan, and how many of the drafts made so are polished."""
 
 
-def beside_recomputation(problem: Problem, drafts: Drafts, below: int | None) -> Replayed | None:
+def beside_recomputation(problem: Problem, drafts: Drafts, below: int | None, *, hard: bool = False) -> Replayed | None:
     """The fastest draft that keeps or offloads what such planners do not recompute, if it takes less than `below` ns.
 
+    hard: whether as many programs at moments are solved as `relax_and_fix` solves, of traces of at most `LONG` ops.
     None on several devices, too.
     """
     kept = drafts.kept()
@@ -39,7 +41,9 @@ def beside_recomputation(problem: Problem, drafts: Drafts, below: int | None) ->
     most = kept.schedule.peak()
     room = drafts.capacity[0] - kept.least_bytes + most
     found: list[tuple[Draft, Drafts]] = []
-    for reruns in recomputations(problem, room, most):
+    ops = len(problem.trace.ops)
+    programs = 3 * PLANS // ops if not hard or ops > LONG else RelaxAndFix().rounds
+    for reruns in recomputations(problem, room, most, programs):
         given = drafts.given(reruns)
         if below is None or given.kept().ns < below:
             found.append((min(given.rough(ROUGH), key=attrgetter("rank")), given))
@@ -52,10 +56,11 @@ def beside_recomputation(problem: Problem, drafts: Drafts, below: int | None) ->
     return best
 
 
-def recomputations(problem: Problem, room: int, most: int) -> Iterator[Reruns]:
+def recomputations(problem: Problem, room: int, most: int, programs: int) -> Iterator[Reruns]:
     """For what there is first, then for more.
 
     room: bytes of the home tier that are left to this policy. most: bytes that keeping everything needs of them.
+    programs: those at moments, at most.
     """
     ops, seen = len(problem.trace.ops), list[Reruns]()
     planners = (Twremat(), Rotor(remove_unnecessary=True)) if ops <= LONG else (Twremat(),)
@@ -63,7 +68,7 @@ def recomputations(problem: Problem, room: int, most: int) -> Iterator[Reruns]:
         budget = int(room + share * (most - room))
         tries = [_planned(problem, planner, budget) for planner in planners]
         if not share:
-            tries.append(_at_moments(problem, budget, 3 * PLANS // ops))
+            tries.append(_at_moments(problem, budget, programs))
         for found in tries:
             if found and found not in seen:
                 seen.append(found)
