@@ -6,12 +6,14 @@ lines without a traceback; anything else is a fault.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
+import os
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -25,6 +27,7 @@ import typer
 from sim.errors import TiersimError
 from tests.fuzz.mutations import as_json, as_toml, bent, damaged, mutated
 from tests.fuzz.traces import BY_LINE, DOCUMENTS, own_chakra
+from tests.fuzz.wire import documents, encoded
 from workloads.steps import training_step
 
 REFUSALS = (TiersimError, OSError, typer.Exit, typer.BadParameter, typer.TyperException)
@@ -337,6 +340,98 @@ def read_results(folder: Path) -> None:
             check_words(error)
 
 
+@cache
+def ranks() -> list[Mapping[str, File]]:
+    """A run on two devices, as Chakra's files of its ranks: by message, packed, and as the JSON of its nodes."""
+    from sim import simulate
+    from workloads.exporters.chakra import export_chakra
+
+    with tempfile.TemporaryDirectory() as folder:
+        export_chakra(simulate(*two_stages(), "swap_all").log, Path(folder) / "t")
+        rows = [documents((Path(folder) / f"t.{rank}.et").read_bytes()) for rank in range(2)]
+    files = [File(row, encoded) for row in rows]
+    in_json = File(DOCUMENTS["chakra"], as_json)
+    return [
+        {"t.0.et": files[0], "t.1.et": files[1]},
+        {"t.0.et.gz": File(rows[0], packed(encoded)), "t.1.et": files[1]},
+        {f"t.{rank}.et": in_json for rank in range(3)},
+    ]
+
+
+@cache
+def two_stages() -> Any:
+    """A training step of a tiny model as two stages of a pipeline, and the machine of two devices."""
+    from sim import Layout, lay_out
+    from workloads import transformer
+
+    return lay_out(transformer(TINY, batch=2, sequence=8), "mt3000_cluster", Layout(pp=2, micro_batches=2))
+
+
+def read_ranks(folder: Path) -> object:
+    """A trace from the files of its ranks."""
+    from workloads import load_trace
+
+    return load_trace(folder / "t", max_bytes=1 << 24)
+
+
+@cache
+def repeatable() -> list[Mapping[str, File]]:
+    """Folders whose run is repeated: of a model, of the ranks of a trace, and ranks alone, of which one is saved."""
+    with tempfile.TemporaryDirectory() as base, contextlib.chdir(base):
+        Path("config.json").write_bytes(as_json(TINY))
+        job = {"model": "config.json", "batch": 1, "seq": 8, "trace": None, "profile": "p100"}
+        save_run(".", job, "chen")
+        saved = [{name: result_file(name, Path(name).read_bytes()) for name in ("summary.json", "config.json")}]
+        for i, start in enumerate(ranks()):
+            os.mkdir(folder := str(i))
+            with contextlib.chdir(folder):
+                for name, file in start.items():
+                    Path(name).write_bytes(file.right)
+                save_run(".", OF_RANKS, "swap_all")
+                saved.append({**start, "summary.json": result_file("summary.json", Path("summary.json").read_bytes())})
+    return [*saved, *ranks()]
+
+
+OF_RANKS = {"trace": "t", "profile": "mt3000_cluster", "set_": ["devices=4"]}
+
+
+def save_run(folder: str, job: Mapping[str, Any], policy: str) -> None:
+    """Save a run of the current folder's files as `tiersim run` does, without its figures."""
+    from sim import simulate
+    from sim.commands.options import about_run, job_of
+    from sim.commands.repeating import options_of
+    from sim.outputs import write_run
+
+    platform, trace = job_of(options_of(job))
+    options = {**job, "policy": policy}
+    write_run(simulate(trace, platform, policy), Path(folder), figures="",
+              about=about_run({"trace": None, **options}, platform, trace, [policy]))  # fmt: skip
+
+
+def read_repeated(folder: Path, *commands: Sequence[str]) -> None:
+    """Commands that repeat the run of a folder, which is made of the ranks in it if there is none."""
+    with contextlib.chdir(folder):
+        if not Path("summary.json").exists():
+            save_run(".", OF_RANKS, "swap_all")
+        for words in commands:
+            try:
+                run_command(words[0], ".", *words[1:])
+            except REFUSALS as error:
+                check_words(error)
+
+
+def read_explained(folder: Path) -> None:
+    """Why a folder's run takes what it takes, and where it parts from another, which is itself."""
+    read_repeated(folder, ("explain", "--seconds", "0"), ("explain", ".", "--seconds", "0", "--json"))
+
+
+def read_exported(folder: Path) -> None:
+    """A folder's run in the words of each framework."""
+    from sim.applying import TARGETS
+
+    read_repeated(folder, *(("export", "--nearest", "--to", name) for name in TARGETS))
+
+
 SPECS = (
     *(
         "keep_all",
@@ -403,6 +498,9 @@ READERS: Mapping[str, Reader] = {
     "comparison folder": Reader(started("comparison"), read_page),
     "sweep folder": Reader(started("sweep"), read_page),
     "store": Reader(started("sweep"), read_results),
+    "chakra ranks": Reader(ranks, read_ranks),
+    "explain": Reader(repeatable, read_explained),
+    "export": Reader(repeatable, read_exported),
     "policy": Reader(lambda: [{"text": Spec(text)} for text in SPECS], read_spec),
     "quantity": Reader(lambda: [{"text": Spec(text)} for text in QUANTITIES], read_quantity),
 }

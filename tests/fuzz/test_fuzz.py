@@ -16,10 +16,11 @@ from sim.sweeps.study import load_study
 from tests.fuzz.readers import READERS, run_case
 from tests.fuzz.run import hunt, joined
 
-FOLDERS = ("run folder", "comparison folder", "sweep folder", "store")
+FOLDERS = ("run folder", "comparison folder", "sweep folder", "store", "explain", "export")
 """Readers that run things: a case takes as long as thirty of the others."""
 
 LONG_AGO = {
+    "chakra ranks": (3557,),  # a node that is a number of thousands of digits
     "comparison folder": (35, 1361),  # asked without a batch; a row that does not say whether it fits
     "policy": (13, 195),  # layers of a number of 31 digits
     "profile": (10,),
