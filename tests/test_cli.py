@@ -355,8 +355,8 @@ def test_results_of_the_same_kind_are_written_over(trace_file, capsys, tmp_path)
     assert json.loads((tmp_path / "comparison.json").read_text())["rows"]
 
 
-@pytest.mark.parametrize("wrong", [["--profile", "nowhere"], ["--profile", "h100", "--budget", "0.5 GB"]])
-def test_a_run_that_fails_leaves_no_folder(wrong, trace_file, capsys, tmp_path):
+@pytest.mark.parametrize("wrong", [["--profile", "nowhere"], ["--profile", "h100", "--policy", "nobody"]])
+def test_a_run_that_cannot_begin_leaves_no_folder(wrong, trace_file, capsys, tmp_path):
     code, *_ = tiersim("run", *wrong, "--trace", trace_file, "-o", tmp_path / "new" / "er", capsys=capsys)
     assert code in (1, 2)
     assert list(tmp_path.iterdir()) == []
