@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -185,8 +185,10 @@ def refusal_record(error: TiersimError) -> dict[str, Any]:
     return record
 
 
-def near(wrong: str, valid: Iterable[str]) -> str:
+def near(wrong: str, valid: Iterable[str], order: Callable[[str], Any] | None = None) -> str:
     """A hint to append to a message: the nearest valid spellings, or a list of valid ones.
+
+    order: sorts names that a wrong one may stand for alike; default: the alphabet.
 
     >>> near("gtp2", ["gpt2", "bert-base"])
     " (did you mean 'gpt2'?)"
@@ -194,7 +196,7 @@ def near(wrong: str, valid: Iterable[str]) -> str:
     " (did you mean 'a100_40_pcie' or 'a100_80_sxm'?)"
     """
     choices = sorted(valid)
-    close = nearest(wrong, choices)
+    close = nearest(wrong, choices, order)
     if close:
         *first, last = map(repr, close)
         return f" (did you mean {', '.join(first)}{' or ' if first else ''}{last}?)"
@@ -238,11 +240,13 @@ LONGEST = 100
 """How many characters of a wrong name are compared: it may come from a file, and comparing takes its square."""
 
 
-def nearest(wrong: str, valid: Iterable[str]) -> list[str]:
+def nearest(wrong: str, valid: Iterable[str], order: Callable[[str], Any] | None = None) -> list[str]:
     """The names that a wrong one may stand for, few: what other tools call so, else those that continue it, else
     contain it, else are spelt alike, begin it, or have a word that is.
 
     A number is a whole word: "a10" does not stand for "a100", nor "h800" for "h100".
+
+    order: sorts those that continue or contain it; default: the alphabet.
     """
     choices, wrong = sorted(valid), wrong[:LONGEST].casefold()
     folded = {choice: choice.casefold() for choice in choices}
@@ -257,7 +261,7 @@ def nearest(wrong: str, valid: Iterable[str]) -> list[str]:
         any_ending = rf"{re.escape(text)}(?!\d)" if text[-1].isdigit() else re.escape(text)
         for pattern in (whole, any_ending, rf".*[\W_]{whole}") if len(text) > 1 else ():
             if found := [choice for choice in choices if re.match(pattern, folded[choice])]:
-                return found[:NEAREST]
+                return sorted(found, key=order)[:NEAREST]
     named = {text: choice for choice, text in folded.items() if not _renumbered(wrong, text)}
     if len(wrong) <= len("list"):  # of a short word another first letter makes another word: "gist"
         named = {text: choice for text, choice in named.items() if text[:1] == wrong[0]}

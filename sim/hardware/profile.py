@@ -110,12 +110,15 @@ def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
     if file is not None:
         name, label = Path(given).stem, given
         if not file.is_file():
-            raise ProfileError(f"{label}: {'a folder, not a TOML file' if file.is_dir() else 'no such file'}")
+            if file.is_dir():
+                raise ProfileError(f"{label}: a folder, not a TOML file")
+            hint = near(name, profile_names(), _plain_first) if nearest(name, profile_names()) else ""
+            raise ProfileError(f"{label}: no such file{hint}")
     else:
         if given not in profile_names():
             if {*given.split(",")} & {*profile_names()}:
                 raise ProfileError(f"profile {given!r}: expected one; `tiersim sweep` compares machines")
-            raise ProfileError(f"no hardware profile is called {given!r}{near(given, profile_names())}")
+            raise ProfileError(f"no hardware profile is called {given!r}{near(given, profile_names(), _plain_first)}")
         name, label = given, f"{given}.toml"
         file = importlib.resources.files("hardware_profiles").joinpath(label)
     try:
@@ -124,6 +127,15 @@ def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
         return name, label, file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"{label}: cannot be read: {error}") from None
+
+
+def _plain_first(name: str) -> tuple[bool, str]:
+    """Sorts profiles: one that another was made from, with other storage or memory, before it.
+
+    The text of such a profile says which it was made from, as `that_one`.
+    """
+    text = profile_text(name)
+    return any(f"`{other}`" in text for other in profile_names() if other != name), name
 
 
 def _parse(label: str, text: str) -> dict[str, Any]:
