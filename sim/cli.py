@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from sim.commands import advise, applying, explain, lists, measure, report, runs, sweeps, traces
-from sim.commands.declaring import Command
+from sim.commands.declaring import Command, Group
 
 TRACEBACK = "TIERSIM_TRACEBACK"
 """The environment variable that shows where a fault of this program happened."""
 
 
-class _Stoppable(TyperGroup):
+class _Stoppable(Group):
     """The commands; Ctrl-C in one of them is typer's `Abort`, where typer itself would return 130 without a word."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
@@ -44,7 +43,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 )
 for command in COMMANDS:
     app.command(cls=Command)(command)
-on_traces = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build, import, capture and inspect traces.")
+SUBCOMMANDS: Mapping[str, Any] = {"cls": Group, "no_args_is_help": True, "rich_markup_mode": None}
+on_traces = typer.Typer(**SUBCOMMANDS, help="Build, import, capture and inspect traces.")
 ON_TRACES: tuple[Callable[..., None], ...] = (
     *(traces.build, traces.show, traces.import_),
     *(traces.capture, traces.export),
@@ -53,7 +53,7 @@ for command in ON_TRACES:
     on_traces.command(command.__name__.rstrip("_"), cls=Command)(command)
 app.add_typer(on_traces, name="trace")
 ON_RESULTS: tuple[Callable[..., None], ...] = (sweeps.list_, sweeps.show, sweeps.export, sweeps.query)
-on_results = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Inspect the results of sweeps.")
+on_results = typer.Typer(**SUBCOMMANDS, help="Inspect the results of sweeps.")
 for command in ON_RESULTS:
     on_results.command(command.__name__.rstrip("_"), cls=Command)(command)
 app.add_typer(on_results, name="results")
@@ -90,9 +90,10 @@ def main() -> None:
 
 def _status() -> int:
     """Run the command that was typed; returns the exit status."""
+    from sim.commands.mistakes import explained
     from sim.deprecation import told_on_stderr
     from sim.errors import Deadlock, IllegalPlan, Infeasible, PolicyFailed, TiersimError
-    from sim.foreign_text import shortened
+    from sim.foreign_text import printable, shortened
 
     try:
         with told_on_stderr():
@@ -107,17 +108,21 @@ def _status() -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # a group of commands alone: what it can do
             print(error.format_message())
         else:
-            print(f"tiersim: {shortened(_said(error))}", file=sys.stderr)
+            print(f"tiersim: {shortened(printable(explained(error)))}", file=sys.stderr)
         code = 2
     except TiersimError as error:
-        for line in "; ".join([str(error), *getattr(error, "__notes__", ())]).splitlines():
-            print(f"tiersim: {shortened(line)}", file=sys.stderr)
+        *others, last = getattr(error, "problems", None) or (str(error),)
+        for problem in (*others, "; ".join([last, *getattr(error, "__notes__", ())])):
+            print(f"tiersim: {shortened(printable(problem))}", file=sys.stderr)
         code = 1 if isinstance(error, (Infeasible, Deadlock, IllegalPlan, PolicyFailed)) else 2
     except BrokenPipeError:  # whoever read has read enough; nothing is left to be said to them
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
         code = 141
     except OSError as error:
-        print(f"tiersim: {shortened(str(error.filename or 'file'))}: {error.strerror or error}", file=sys.stderr)
+        print(
+            f"tiersim: {shortened(printable(str(error.filename or 'file')))}: {error.strerror or error}",
+            file=sys.stderr,
+        )
         code = 2
     except MemoryError:
         print("tiersim: this machine's memory is not enough for that", file=sys.stderr)
@@ -126,26 +131,6 @@ def _status() -> int:
         _report_fault(error)
         code = 1
     return code or 0
-
-
-LOOKED_FOR = {"largest-batch": "batch", "smallest-budget": "budget"}
-"""What a command finds itself, so that it has no option for it."""
-
-
-def _said(error: typer.TyperException) -> str:
-    """The message of a mistake in the words that were typed; an option that there is not has the nearest ones."""
-    from sim.errors import nearest
-
-    wrong, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    if isinstance(wrong, str) and context is not None and hasattr(error, "possibilities"):
-        if LOOKED_FOR.get(str(context.info_name)) == wrong.lstrip("-"):
-            return f"{wrong}: this is what {context.info_name} looks for; `tiersim advise` takes one"
-        options = {name.lstrip("-"): name for param in context.command.params for name in param.opts}
-        error.possibilities = [options[name] for name in nearest(wrong.lstrip("-"), options)]
-    said = error.format_message()
-    if said.startswith("No such command") and "Did you mean" not in said:
-        said += " `tiersim --help` lists all."
-    return said
 
 
 def _report_fault(error: Exception) -> None:

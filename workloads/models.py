@@ -216,7 +216,10 @@ def read_values(config: str | Path | Mapping[str, Any] | HasDict) -> tuple[Mappi
         return _tables()[text], text, text
     _check_kind(path)
     if not (isinstance(config, Path) or text.endswith(".json") or path.exists()):
-        raise WorkloadError(f"model {text!r} is unknown{near(text, [*_tables(), *HUB_NAMES])}")
+        known = [*_tables(), *HUB_NAMES]
+        if {*text.split(",")} & {*known}:
+            raise WorkloadError(f"model {text!r}: expected one; `tiersim sweep` compares models")
+        raise WorkloadError(f"model {text!r} is unknown{near(text, known)}")
     try:
         if path.exists() and not path.is_file():  # a device or a pipe, which may have no end
             raise WorkloadError(f"{path}: is not a regular file")

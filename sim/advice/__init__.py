@@ -83,7 +83,7 @@ def advise(
     many; ProfileError, WorkloadError, UnitError, StudyError for other mistakes.
     """
     if not 0 < seconds < float("inf"):
-        raise TiersimError(f"seconds: value {seconds}: expected more than 0, and an end")
+        raise TiersimError(f"seconds: value {seconds:g}: expected a finite number above 0")
     if jobs is not None and jobs < 1:
         raise TiersimError(f"jobs: value {jobs}: expected at least 1")
     fixed = isinstance(workload, Trace) or batch is not None or goal == "memory"

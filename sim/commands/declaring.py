@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import UnionType
 from typing import Any, NamedTuple, get_args, get_origin
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+TYPED = "sim.commands.typed"
+"""The key of a context's `meta` under which are the words that its command has to read."""
 
 
 class Option(NamedTuple):
@@ -56,6 +59,18 @@ def defaults(options: Collection[Option]) -> dict[str, Any]:
     return {option.name: option.default for option in options if option.default is not inspect.Parameter.empty}
 
 
+class Group(TyperGroup):
+    """Commands under a name of their own; what a wrong word may stand for says `mistakes`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "suggest_commands": False})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the first word names."""
+        ctx.meta[TYPED] = tuple(args)
+        return super().resolve_command(ctx, args)
+
+
 class Command(TyperCommand):
     """A command whose help lists what the registries hold: `{optimizer}` stands for the names of all optimizers."""
 
@@ -75,6 +90,7 @@ class Command(TyperCommand):
                 if i + 1 < len(args) and not args[i + 1].startswith("-"):
                     continue  # a wrong value, which is refused by name
                 words.append(values[0])
+        ctx.meta[TYPED] = tuple(words)
         return super().parse_args(ctx, words)
 
 

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -118,6 +119,13 @@ def policy_class(name: str) -> type[Policy]:
         if not (isinstance(found, type) and issubclass(found, Policy)):
             raise PolicyError(f"entry point {name!r} of {ENTRY_POINTS!r} is not a Policy")
         return found
+    several = re.findall(r"[\w.]+", name)
+    if len(several) > 1 and {*several} <= {*names()}:
+        combined, listed = repr(" + ".join(several)), ",".join(several)
+        raise PolicyError(f"no policy is called {name!r} (combined they are {combined}, as a list {listed})")
+    first, comma, parameters = name.partition(",")
+    if first in names() and comma and "=" in parameters:
+        raise _without_parentheses(name, first, parameters)
     raise PolicyError(f"no policy is called {name!r}{near(name, names())}")
 
 
@@ -218,12 +226,16 @@ def _line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def _without_parentheses(name: str, policy: str, parameters: str) -> PolicyError:
+    return PolicyError(f"policy {name!r}: parameters go in parentheses: '{policy}({parameters.strip()})'")
+
+
 def _from_file(name: str) -> type[Policy]:
     path_text, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     path = Path(path_text)
     if path.suffix != ".py" or not os.path.isfile(path):
         if path_text in names() and "=" in class_name:
-            raise PolicyError(f"policy {name!r}: parameters go in parentheses: '{path_text}({class_name})'")
+            raise _without_parentheses(name, path_text, class_name)
         raise PolicyError(f"policy {name!r}: no Python file {path_text!r}")
     key = _module_name(path)
     module = sys.modules.get(key)
