@@ -231,8 +231,18 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("machine", "gpu", "hardware"), ("profile",)),
     "device": ("devices", "profile"),
     **dict.fromkeys(("store", "stores", "database"), ("results",)),
-    **dict.fromkeys(("simulate", "simulation"), ("run",)),
-    **dict.fromkeys(("recommend", "suggest"), ("advise",)),
+    **dict.fromkeys(("simulate", "simulation", "train"), ("run",)),
+    **dict.fromkeys(("benchmark", "bench", "tradeoff", "pareto"), ("compare",)),
+    **dict.fromkeys(("recommend", "suggest", "plan"), ("advise",)),
+    **dict.fromkeys(("tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size", "tp-size"), ("tp",)),
+    **dict.fromkeys(("pipeline-parallel", "pipeline-parallel-size", "pipeline-model-parallel-size"), ("pp",)),
+    **dict.fromkeys(("data-parallel", "data-parallel-size", "replicas"), ("dp",)),
+    **dict.fromkeys(("context-parallel", "context-parallel-size"), ("cp",)),
+    **dict.fromkeys(("expert-parallel", "expert-parallel-size", "expert-model-parallel-size"), ("ep",)),
+    **dict.fromkeys(("gradient-accumulation-steps", "gradient-accumulation", "grad-accum"), ("micro-batches",)),
+    **dict.fromkeys(("strategy", "algorithm"), ("policy", "policies")),
+    **dict.fromkeys(("config", "workload", "network"), ("model",)),
+    "platform": ("profile",),
     **dict.fromkeys(("gpus", "num-gpus", "n-gpus", "ngpus", "nproc-per-node", "world-size"), ("devices",)),
     **dict.fromkeys(("memory", "capacity"), ("budget",)),
     **dict.fromkeys(("dtype", "amp"), ("precision",)),
@@ -256,8 +266,9 @@ def nearest(wrong: str, valid: Iterable[str], order: Callable[[str], Any] | None
     exact = [choice for choice in choices if folded[choice] == wrong]
     if exact or not wrong:
         return exact
-    if known := [name for name in ELSEWHERE.get(wrong.replace(" ", "_"), ()) if name in folded]:
-        return known
+    for text in (wrong.replace(" ", "_"), wrong.replace("_", "-")):
+        if known := [name for name in ELSEWHERE.get(text, ()) if name in folded]:
+            return known
     bare = re.sub(r"(?<=\d)gi?b?(?![^\W_])", "", wrong).replace("-", "_")  # "a100-80gb": sizes have no unit in names
     for text in dict.fromkeys((wrong, bare)):
         whole = rf"{re.escape(text)}(?![^\W_])"

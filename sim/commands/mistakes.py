@@ -49,8 +49,12 @@ def _nearest_command(context: Any) -> str:
 
     word, commands = context.meta[TYPED][0], context.command.commands
     group = f"tiersim {context.info_name}" if context.parent else "tiersim"
-    options = {name.lstrip("-"): name for param in context.command.params for name in param.opts}
-    if near := [options.get(name, name) for name in nearest(word, [*commands, *options])]:
+    inside = {name: command.commands for name, command in commands.items() if hasattr(command, "commands")}
+    if whole := [f"`tiersim {name} {word}`" for name, own in inside.items() if word in own]:
+        return f". Did you mean {' or '.join(whole)}?"
+    if f"--{word}" in {name for param in context.command.params for name in param.opts}:
+        return f". Did you mean '--{word}'?"
+    if near := nearest(word, commands):
         return f". Did you mean {', '.join(map(repr, near))}?"
     if "show" in commands and (Path(word).suffix or os.path.exists(word)):
         return f". Did you mean `{group} show {shlex.quote(word)}`?"
@@ -142,6 +146,9 @@ def _unknown_option(error: Any, context: Any) -> str:
     if hint := _parameter(bare, value, context):
         return f"{said} ({hint})"
     if bare not in close and (place := _place(bare, [bare], context)):
+        return f"{said} ({place[1]}: {' '.join(place[2])})"
+    place = _place(value, [value], context) if value else None
+    if place and value in _names(place[0]) and not any(value in _names(options[name]) for name in close):
         return f"{said} ({place[1]}: {' '.join(place[2])})"
     names = sorted(written[name] for name in _taking(value, close, options, context))
     return f"{said} (Possible options: {', '.join(names)})" if names else said
