@@ -34,6 +34,7 @@ from sim.conformance.replayed import LawBroken, Replayed, run_policy
 from sim.conformance.traits import SELDOM, Exercised
 from sim.conformance.tried import tried
 from sim.conformance.unlimited import check_unlimited
+from sim.conformance.untouched import watched
 from sim.conformance.values import check_values
 from sim.errors import PolicyError
 from sim.limits import SECONDS, TooLong, limited
@@ -230,12 +231,11 @@ def check_policy(
         raise PolicyError(f"examples must be at least 1, not {examples}")
     name = name or type(policy).__name__
     asked = [(name, policy)] if across_processes else []
+    seen, replaced = Exercised(policy), watched()
     try:
         there = elsewhere(asked, examples=min(examples, ELSEWHERE), seed=seed, time_limit_s=time_limit_s)
     except Ended as error:
-        ended = Broken("outcome", sentence(check_outcome), 1, str(error))
-        return Report(name, seed, examples=0, skipped=0, refused=0, broken=(ended,))
-    seen = Exercised(policy)
+        return _ended(name, seed, seen, str(error))
     broken: dict[str, list[tuple[Example, str]]] = {}
     exercised: set[str] = set()
     kept: list[tuple[Example, str]] = []
@@ -269,15 +269,16 @@ def check_policy(
             broken.setdefault("repeats", []).append((case, text))
         differ = [text for answer in there if (text := answer.difference())]
     except TooLong as error:
-        ended = Broken("outcome", sentence(check_outcome), 1, f"TooLong: {error}")
-        return Report(name, seed, seen.examples + 1, seen.skipped, seen.refused, seen.failed + 1, broken=(ended,))
+        return _ended(name, seed, seen, f"TooLong: {error}", within=1)
+    if where := replaced():
+        differ.insert(0, f"the policy replaces {where}, a part of the program that runs it")
     found = []
     for law, cases in broken.items():
         smallest, text = _smallest(drawn, CHECKS[law], policy, examples, seed, beat) or cases[0]
         files, command = _write(smallest, policy, name, law, seed, folder)
         found.append(Broken(law, sentence(CHECKS[law]), len(cases), text, files, command))
     found += _unproven(policy, seen, {*exercised, *broken})
-    found += [Broken("repeats", sentence(check_repeats), 1, text) for text in differ if "repeats" not in broken]
+    found += [Broken("repeats", sentence(check_repeats), 1, text) for text in differ[:1] if "repeats" not in broken]
     return Report(
         policy=name,
         seed=seed,
@@ -290,6 +291,14 @@ def check_policy(
         notes=tuple(seen.notes()),
         exercised=tuple(law for law in CHECKS if law in exercised),
         rarely=policy.rarely,
+    )
+
+
+def _ended(name: str, seed: int, seen: Exercised, text: str, within: int = 0) -> Report:
+    """The report of a check that could not go on. within: 1 where an example was under way."""
+    broken = Broken("outcome", sentence(check_outcome), 1, text)
+    return Report(
+        name, seed, seen.examples + within, seen.skipped, seen.refused, seen.failed + within, broken=(broken,)
     )
 
 

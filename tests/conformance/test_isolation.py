@@ -73,6 +73,50 @@ def test_a_process_that_is_silent_is_ended(folder: Path, monkeypatch: pytest.Mon
     assert "nothing was heard of it for 5 s, and it could not be stopped from within" in text
 
 
+STUBBORN = '''
+import os, resource, sys, time
+from sim.plan import Plan
+from sim.policies.base import Policy
+{first}
+
+class Stubborn(Policy):
+    """Does not let go."""
+
+    def plan(self, problem):
+{plan}
+        return Plan(problem.trace)
+'''
+
+
+def check_stubborn(folder: Path, plan: str = "", first: str = "", limit_s: float = 20) -> tuple[bool, str]:
+    """Whether such a policy passes, and the report."""
+    lines = "".join(f"        {line}\n" for line in plan.splitlines())
+    (folder / "stubborn.py").write_text(STUBBORN.format(plan=lines, first=first))
+    report, text = isolation.checked("stubborn.py:Stubborn", {}, examples=3, seed=0, time_limit_s=limit_s)
+    return report["passed"], text
+
+
+def test_a_policy_that_does_nothing_passes(folder: Path) -> None:
+    assert check_stubborn(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "part"),
+    [
+        ("import sim.conformance.suite as suite\nsuite.breaks = lambda check, run: ''", "sim.conformance.suite.breaks"),
+        ("import sim.conformance.suite as suite\nsuite.APPLIES.clear()", "sim.conformance.suite.APPLIES"),
+        (
+            "from sim.hardware.platform import Link\nLink.__getattribute__ = object.__getattribute__",
+            "sim.hardware.platform.Link.__getattribute__",
+        ),
+    ],
+)
+def test_a_policy_leaves_the_program_alone(folder: Path, plan: str, part: str) -> None:
+    passed, text = check_stubborn(folder, plan)
+    assert not passed
+    assert f"the policy replaces {part}" in text
+
+
 @pytest.mark.parametrize("out", [None, "failing"])
 def test_failing_examples_leave_nothing_in_the_current_folder(folder: Path, out: str | None) -> None:
     said = CliRunner().invoke(
