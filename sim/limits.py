@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 import signal
 import sys
@@ -39,6 +40,12 @@ BEHIND_S = 1.0
 AGAIN_S = 0.5
 """Between two interruptions: one that falls into a callback of the garbage collector is lost there."""
 
+GRACE_S = 10.0
+"""By how much a policy exceeds its limit, until the process is ended in which nothing stops it."""
+
+STUCK = 75
+"""The exit status of a process that a policy kept from going on."""
+
 ACTIONS, ACTIONS_PER_OP = 10_000, 50
 """How many actions a plan may have by default, for a trace of any size and for each of its ops."""
 
@@ -54,6 +61,7 @@ class _Allowance:
     began, used_before: the clock, and the processor time of this process, when it began; later by what an allowance
         inside has taken.
     users: the user's own limit of processor time.
+    said: of the interruption that the body has had, "" before there was one.
     """
 
     seconds: float
@@ -61,7 +69,25 @@ class _Allowance:
     began: float
     used_before: float
     users: int
+    said: str = ""
 
+    def over(self, later_s: float = 0.0) -> str:
+        """How it has been exceeded, by `later_s` at least; "" while it has not.
+
+        On the clock it is exceeded by who sleeps; where others use the processor it is not yet.
+        """
+        passed, used = _clock() - self.began, _processor() - self.used_before
+        if used > self.seconds + later_s:
+            return f"no answer after {self.seconds:g} s of processor time; {self.more}"
+        most = ASLEEP * self.seconds + later_s
+        if passed > most and (used <= IDLE * passed or passed >= BUSY * self.seconds + later_s):
+            return f"no answer after {passed:.1f} s, most of them asleep; {self.more}"
+        return ""
+
+
+_clock, _processor, _sleep = time.monotonic, time.process_time, time.sleep  # whatever a policy makes of the module's
+_innermost: list[_Allowance] = []
+"""The allowances of the main thread, one inside another; `_watch` reads the last one."""
 
 _allowance: ContextVar[_Allowance | None] = ContextVar("allowance", default=None)
 
@@ -110,16 +136,13 @@ def _interrupted(seconds: float, more: str) -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         if frame is None or frame.f_code is here:
             return  # it is over: what is below must run
-        how = f"{seconds:g} s of processor time"
-        if number == signal.SIGALRM:
-            passed, used = time.monotonic() - mine.began, time.process_time() - mine.used_before
-            if used > IDLE * passed and passed < BUSY * seconds:
-                return  # others use the processor
-            how = f"{passed:.1f} s, most of them asleep"
-        raise TooLong(f"no answer after {how}; {more}")
+        if number == signal.SIGALRM and not mine.over():
+            return  # others use the processor
+        mine.said = mine.over() or f"no answer after {seconds:g} s of processor time; {more}"
+        raise TooLong(mine.said)
 
     outer, allowed = _allowance.get(), resource.getrlimit(resource.RLIMIT_CPU)
-    began, used_before = time.monotonic(), time.process_time()
+    began, used_before = _clock(), _processor()
     mine = _Allowance(seconds, more, began, used_before, allowed[0] if outer is None else outer.users)
     here = _interrupted.__wrapped__.__code__  # type: ignore[attr-defined]
     old = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU)}
@@ -129,15 +152,23 @@ def _interrupted(seconds: float, more: str) -> Iterator[None]:
     }
     _allow(mine)
     inside = _allowance.set(mine)
+    _innermost.append(mine)
     try:
         yield
+        if mine.said:
+            raise TooLong(mine.said)  # what was interrupted took it for an error of its own
+    except Exception:
+        if mine.said:
+            raise TooLong(mine.said) from None
+        raise
     finally:
         _allowance.reset(inside)
         resource.setrlimit(resource.RLIMIT_CPU, allowed)
         if outer is not None:
-            outer.began += time.monotonic() - began
-            outer.used_before += time.process_time() - used_before
+            outer.began += _clock() - began
+            outer.used_before += _processor() - used_before
             _allow(outer)
+        _innermost.pop()  # not before the outer one has its time back
         for timer in timers:
             signal.setitimer(timer, 0)
         for number, handler in old.items():
@@ -145,6 +176,38 @@ def _interrupted(seconds: float, more: str) -> Iterator[None]:
         for timer, (left, interval) in timers.items():
             if left:  # whoever had set it still waits for it
                 signal.setitimer(timer, left, interval)
+
+
+def limit_space(memory: int, file: int) -> None:
+    """Have this process, and those that it starts, take no more bytes of memory (MemoryError) or per file (OSError).
+
+    Lower limits that it has stay.
+    """
+    for kind, most in ((resource.RLIMIT_DATA, memory), (resource.RLIMIT_FSIZE, file)):
+        soft, hard = resource.getrlimit(kind)
+        lowest = min([most, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
+        resource.setrlimit(kind, (lowest, hard))
+
+
+def end_where_stuck(parent: int | None = None) -> None:
+    """Have this process end with status `STUCK`, in words, where a policy in it takes no interruption.
+
+    For processes of this program alone, once: a policy may swallow every exception, or ignore the signals.
+
+    parent: the number of the process that started this one, to end when that one has; None to go on.
+    """
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int | None) -> None:
+    while True:
+        _sleep(AGAIN_S)
+        if parent is not None and os.getppid() != parent:
+            os._exit(STUCK)
+        current = _innermost[-1:]
+        if current and (said := current[0].over(GRACE_S)):
+            os.write(2, f"tiersim: {said}; it takes no interruption\n".encode())
+            os._exit(STUCK)
 
 
 def _allow(allowance: _Allowance) -> None:

@@ -112,18 +112,22 @@ def busy(seconds):
 @pytest.mark.slow  # in a process of many tests a timer of others ends them
 def test_one_limit_in_another_has_time_of_its_own_and_takes_none():
     before = resource.getrlimit(resource.RLIMIT_CPU)
-    with limited(0.75):  # a pass of the collector over what other tests have left can take 0.1 s
+    with pytest.raises(TooLong), limited(0.75):  # noqa: PT012 -- a pass of the collector over what tests have left can take 0.1 s
         for _ in range(3):
             with limited_again():
                 busy(0.5)
         with pytest.raises(TooLong), limited_again():
             busy(1.5)
         busy(0.25)
-        with pytest.raises(TooLong):
-            busy(1.5)
+        busy(1.5)
     with limited_again():  # nothing limits it
         busy(0.01)
     assert resource.getrlimit(resource.RLIMIT_CPU) == before
+
+
+def test_who_swallows_the_interruption_has_had_no_answer():
+    with pytest.raises(TooLong, match=r"no answer after 0\.05 s"), limited(0.05), suppress(BaseException):
+        busy(5)
 
 
 def test_the_kernels_limit_is_put_off_by_what_an_inner_one_takes():

@@ -27,13 +27,15 @@ from sim.conformance.examples import Example, examples_for, for_each
 from sim.conformance.replayed import Replayed
 from sim.conformance.tried import tried
 from sim.errors import PolicyError
-from sim.limits import limited
+from sim.limits import end_where_stuck, limited
 from sim.policies import load, parameters_of
 from sim.policies.base import Policy
 from sim.rewrites.slots import owner, weights_of
 from sim.trace.graph import Trace
 
 TIME_LIMITED = "time limited"
+MOST_SAID = 1 << 16
+"""Bytes of what a second process says on standard error that are read, from the end."""
 
 
 def fingerprints(
@@ -134,7 +136,8 @@ def elsewhere(
     for name, policy in policies:
         parameters = parameters_of(policy)
         try:
-            known = load(name, **json.loads(json.dumps(parameters))) == policy
+            with limited(time_limit_s):
+                known = bool(load(name, **json.loads(json.dumps(parameters))) == policy)
         except (PolicyError, TypeError, ValueError):
             known = False
         if known:
@@ -143,7 +146,7 @@ def elsewhere(
     if not jobs:
         return []
     hashes = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    command = [sys.executable, "-m", "sim.conformance.across_processes"]
+    command = [sys.executable, "-m", "sim.conformance.across_processes", str(os.getpid())]
     with tempfile.TemporaryDirectory(prefix="another-working-directory-") as folder:
         environment = {
             **os.environ,
@@ -151,17 +154,29 @@ def elsewhere(
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             **_another_user(Path(folder)),
         }
-        done = subprocess.run(
-            command, input=json.dumps(jobs), env=environment, capture_output=True, text=True, check=False
-        )
+        code, said, complaints = _ran(command, json.dumps(jobs), environment)
     try:
-        answers = json.loads(done.stdout)
+        answers = json.loads(said)
     except ValueError:
         answers = None
-    if done.returncode or not isinstance(answers, list):
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise Ended(f"a process that runs it ends without an answer (exit status {done.returncode}): {last}")
+    if code or not isinstance(answers, list):
+        last = (complaints.strip().splitlines() or ["no message"])[-1]
+        raise Ended(f"a process that runs it ends without an answer (exit status {code}): {last}")
     return [Elsewhere(job, there) for job, there in zip(jobs, answers, strict=True)]
+
+
+def _ran(command: Sequence[str], given: str, environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """Run a command; returns its exit status, its output, and the end of what it says on standard error.
+
+    Pipes would end only with the last process that the command has started.
+    """
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as complaints:
+        asked.write(given.encode())
+        asked.seek(0)
+        done = subprocess.run(command, stdin=asked, stdout=out, stderr=complaints, env=environment, check=False)
+        out.seek(0)
+        complaints.seek(max(0, complaints.seek(0, os.SEEK_END) - MOST_SAID))
+        return done.returncode, out.read().decode("utf-8", "replace"), complaints.read().decode("utf-8", "replace")
 
 
 def _another_user(folder: Path) -> dict[str, str]:
@@ -277,7 +292,11 @@ def main() -> None:
 
 
 def alone(job: Callable[[], None]) -> NoReturn:
-    """Do all that this process is for, and end it whatever threads a policy has left behind."""
+    """Do all that this process is for, and end it: whatever threads a policy has left behind, or where that sticks.
+
+    Its first argument is the number of the process that started it, with which it ends.
+    """
+    end_where_stuck(int(sys.argv[1]))
     try:
         job()
     except BaseException:

@@ -231,11 +231,13 @@ def check_policy(
         raise PolicyError(f"examples must be at least 1, not {examples}")
     name = name or type(policy).__name__
     asked = [(name, policy)] if across_processes else []
-    seen, replaced = Exercised(policy), watched()
+    replaced = watched()
     try:
+        with limited(time_limit_s):
+            seen, drawn = Exercised(policy), examples_for(policy)
         there = elsewhere(asked, examples=min(examples, ELSEWHERE), seed=seed, time_limit_s=time_limit_s)
-    except Ended as error:
-        return _ended(name, seed, seen, str(error))
+    except (Ended, TooLong) as error:
+        return _ended(name, seed, error)
     broken: dict[str, list[tuple[Example, str]]] = {}
     exercised: set[str] = set()
     kept: list[tuple[Example, str]] = []
@@ -261,17 +263,14 @@ def check_policy(
         for law, fault in faults.items():
             broken.setdefault(law, []).append(fault)
 
-    drawn = examples_for(policy)
     try:
         for_each(drawn, look, examples, seed)
         if case := _answers_otherwise(policy, kept, seed, time_limit_s, beat):
             text = "after all other examples it does something else than before: it remembers them"
             broken.setdefault("repeats", []).append((case, text))
-        differ = [text for answer in there if (text := answer.difference())]
+        differ = [text for text in (replaced(), *(answer.difference() for answer in there)) if text]
     except TooLong as error:
-        return _ended(name, seed, seen, f"TooLong: {error}", within=1)
-    if where := replaced():
-        differ.insert(0, f"the policy replaces {where}, a part of the program that runs it")
+        return _ended(name, seed, error, seen)
     found = []
     for law, cases in broken.items():
         smallest, text = _smallest(drawn, CHECKS[law], policy, examples, seed, beat) or cases[0]
@@ -294,12 +293,13 @@ def check_policy(
     )
 
 
-def _ended(name: str, seed: int, seen: Exercised, text: str, within: int = 0) -> Report:
-    """The report of a check that could not go on. within: 1 where an example was under way."""
-    broken = Broken("outcome", sentence(check_outcome), 1, text)
-    return Report(
-        name, seed, seen.examples + within, seen.skipped, seen.refused, seen.failed + within, broken=(broken,)
-    )
+def _ended(name: str, seed: int, error: Ended | TooLong, seen: Exercised | None = None) -> Report:
+    """The report of a check that could not go on. seen: of the examples before the one that was under way, if any."""
+    text = str(error) if isinstance(error, Ended) else f"TooLong: {error}"
+    broken = (Broken("outcome", sentence(check_outcome), 1, text),)
+    if seen is None:
+        return Report(name, seed, examples=0, skipped=0, refused=0, broken=broken)
+    return Report(name, seed, seen.examples + 1, seen.skipped, seen.refused, seen.failed + 1, broken=broken)
 
 
 def _broken_by(run: Replayed, beat: Callable[[], None]) -> Iterator[tuple[str, str]]:

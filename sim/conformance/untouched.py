@@ -11,7 +11,7 @@ OURS = ("sim", "workloads")
 
 
 def watched() -> Callable[[], str]:
-    """A function that names what has been replaced since now in the modules of this program, "" for nothing.
+    """A function that says what has been replaced since now in the modules of this program, "" for nothing.
 
     Functions, classes with their members, and constants with their entries. What is imported later does not count.
     """
@@ -22,13 +22,17 @@ def watched() -> Callable[[], str]:
         for where in now:
             within = where.rpartition(".")[0]
             if where not in before and within in before and isinstance(now.get(within), type):
-                return where  # a new member of a class
+                return _said(where)  # a new member of a class
         for where, (value, entries) in before.items():
             if where not in now or now[where] is not value or _entries(value) != entries:
-                return where
+                return _said(where)
         return ""
 
     return replaced
+
+
+def _said(where: str) -> str:
+    return f"the policy replaces {where}, a part of the program that runs it"
 
 
 def _parts() -> Iterator[tuple[str, Any]]:

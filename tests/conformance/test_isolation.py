@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -115,6 +119,65 @@ def test_a_policy_leaves_the_program_alone(folder: Path, plan: str, part: str) -
     passed, text = check_stubborn(folder, plan)
     assert not passed
     assert f"the policy replaces {part}" in text
+
+
+SWALLOWS = "while True:\n    try:\n        while True: {does}\n    except BaseException:\n        pass"
+
+
+@pytest.mark.slow  # ten seconds of grace each
+@pytest.mark.parametrize("does", ["pass", "time.sleep(1)"])
+def test_a_policy_that_takes_no_interruption_is_ended(folder: Path, does: str) -> None:
+    passed, text = check_stubborn(folder, SWALLOWS.format(does=does), limit_s=0.3)
+    assert not passed
+    assert "no answer after" in text or "it takes no interruption" in text  # one that falls outside its `try` ends it
+
+
+def test_a_process_that_a_policy_leaves_behind_is_not_waited_for(folder: Path) -> None:
+    began = time.monotonic()
+    check_stubborn(folder, "if not os.fork():\n    while True: time.sleep(60)")
+    assert time.monotonic() - began < isolation.START_S  # silence would be longer
+
+
+@pytest.mark.parametrize(
+    ("plan", "error"),
+    [("bytearray(9 << 30)", "MemoryError"), ("with open('large', 'wb') as file: file.truncate(300 << 20)", "OSError")],
+)
+def test_a_policy_does_not_take_the_whole_machine(folder: Path, plan: str, error: str) -> None:
+    passed, text = check_stubborn(folder, plan)
+    assert not passed
+    assert error in text
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="tells processes by /proc")
+def test_a_check_ends_with_the_process_that_asked_for_it(folder: Path) -> None:
+    (folder / "stubborn.py").write_text(STUBBORN.format(first="", plan="        time.sleep(10**6)"))
+    command = [sys.executable, "-c", "from sim.cli import main; main()", "check", "stubborn.py:Stubborn"]
+    with subprocess.Popen(command) as asked:
+        while not (inner := children(asked.pid)) or not (second := children(inner[0])):
+            assert asked.poll() is None
+            time.sleep(0.1)
+        asked.kill()
+    for _ in range(200):
+        if not {*inner, *second} & processes().keys():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it goes on")
+
+
+def children(process: int) -> list[int]:
+    """The processes that one has started."""
+    return [child for child, parent in processes().items() if parent == process]
+
+
+def processes() -> dict[int, int]:
+    """Every process that is not ending, with its parent."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                found[int(path.parent.name)] = int(parent)
+    return found
 
 
 @pytest.mark.parametrize("out", [None, "failing"])

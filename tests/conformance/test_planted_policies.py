@@ -293,12 +293,40 @@ FAULTS = {
         "return Plan(trace, place={t: 'host' for t in range(len(trace.tensors)) if trace.producer[t] < 0})",
     ),
     "another plan after the twentieth": ("repeats", "SEEN.append(1)\nreturn self.away(problem, len(SEEN) > 20)"),
+    "the time of the last access to its file": (
+        "repeats",
+        "about = os.stat(__file__)\n"
+        "os.utime(__file__, (about.st_atime + 1, about.st_mtime))\n"
+        "return self.away(problem, int(about.st_atime))",
+    ),
+    "an interruption that it takes for an error of its own": (
+        "outcome",
+        "try:\n    while True: pass\nexcept BaseException:\n    return self.away(problem, 1)",
+    ),
+    "a trait that never answers": ("outcome", "return self.away(problem, 1)"),
+    "a comparison that never answers": ("outcome", "return self.away(problem, 1)"),
+    "a list of actions that hides them": (
+        "repeats",
+        "class Hidden(tuple):\n"
+        "    def __iter__(self):\n"
+        "        SEEN.append(1)\n"
+        "        return tuple.__iter__(self) if len(SEEN) % 3 else iter(())\n"
+        "return Plan(trace, Hidden(self.away(problem, 1).actions))",
+    ),
     "moves that never happen": ("", "return Plan(trace)"),
     "recomputation that never happens": ("", "return Plan(trace)"),
 }
 """By a name the law that catches it ("" for a declared trait that never shows), and what `plan` does."""
 
 TRAITS = {
+    "a trait that never answers": (
+        "    def __getattribute__(self, name):\n"
+        "        if name == 'optimal':\n            while True: pass\n"
+        "        return super().__getattribute__(name)\n"
+    ),
+    "a comparison that never answers": (
+        "    def __eq__(self, other):\n        while True: pass\n\n    __hash__ = None\n"
+    ),
     "a rewrite behind an old hash": "    moves = False\n    needs = frozenset()\n",
     "the device's times on the host's processor": (
         "    rewrites = True\n    needs = frozenset({'cpu'})\n    rarely = 'moves only where it must'\n"
@@ -344,7 +372,11 @@ TRAITS = {
         "    rewrites = True\n    moves = False\n    needs = frozenset()\n",
     ),
 }
-STOPPED = ("a plan that never comes", "a plan that never comes, without timers", "a plan that waits for something else")
+STOPPED = (
+    *("a plan that never comes", "a plan that never comes, without timers", "a plan that waits for something else"),
+    *("an interruption that it takes for an error of its own",),
+    *("a trait that never answers", "a comparison that never answers"),
+)
 WITHIN = ("other freedoms each time", "short traces alone, undeclared", "a refusal for memory that is called a need")
 """Those that one process alone shows."""
 
