@@ -24,7 +24,7 @@ from sim.analysis.pinning import Pinning, pinning
 from sim.analysis.residence import residence
 from sim.analysis.stages import Stage, stages
 from sim.analysis.stalls import Stalls, stalls, stalls_by_op
-from sim.analysis.summary import Reference, Summary, summarize
+from sim.analysis.summary import Reference, Summary, samples_in, summarize
 from sim.analysis.traffic import LinkTraffic, traffic
 from sim.analysis.waits import waits
 
@@ -57,6 +57,7 @@ __all__ = [
     "pinning",
     "residence",
     "roles_over_time",
+    "samples_in",
     "stages",
     "stalls",
     "stalls_by_op",
