@@ -162,7 +162,8 @@ def test_every_public_analysis_is_one():
     import sim.analysis as package
 
     functions = {name for name in package.__all__ if callable(getattr(package, name)) and name[0].islower()}
-    assert functions - set(analyses()) == {"pareto", "pareto_front", "summarize"}  # of rows; the summary itself
+    others = {"pareto", "pareto_front", "samples_in", "summarize"}  # of rows, of a trace's fields; the summary itself
+    assert functions - set(analyses()) == others
 
 
 def test_an_analysis_is_printed_and_written(capsys, tmp_path):
