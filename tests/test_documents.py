@@ -73,7 +73,7 @@ def test_shell_lines_of_the_readme_run_one_after_the_other(tmp_path, monkeypatch
 
     monkeypatch.chdir(tmp_path)
     lines = commands("README.md")
-    assert len(lines) >= 4
+    assert len(lines) >= 3
     for line in lines:
         command, _, target = line.partition(" > ")
         words = shlex.split(command)

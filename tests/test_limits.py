@@ -84,7 +84,7 @@ def test_an_interruption_that_the_garbage_collector_swallows_comes_again():
 
     gc.disable()
     try:
-        with pytest.raises(TooLong), limited(0.02):
+        with pytest.raises(TooLong), limited(0.2):
             collect()
     finally:
         gc.enable()

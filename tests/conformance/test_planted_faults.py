@@ -591,16 +591,16 @@ class Ponders(Honest):
     """Takes its time to plan, each time."""
 
     def plan(self, problem: Problem) -> Plan:
-        ends = time.process_time() + 0.15
+        ends = time.process_time() + 0.5
         while time.process_time() < ends:
             sum(range(100))
         return Plan(problem.trace)
 
 
 def test_each_run_that_a_law_asks_for_has_the_whole_limit_of_time():
-    with limited(0.25):
+    with limited(0.9):
         assert broken(run_policy(Ponders(), chain(), machine()), CHECKS) == set()
-    with pytest.raises(TooLong), limited(0.1):
+    with pytest.raises(TooLong), limited(0.2):
         run_policy(Ponders(), chain(), machine())
 
 
