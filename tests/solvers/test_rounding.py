@@ -15,6 +15,7 @@ from sim.solvers.nodes import Nodes
 from sim.solvers.outcome import rerun_ns
 from sim.solvers.rounding import by_rounding, drawn, fewest_reruns, rounded
 from sim.solvers.schedule import TraceIndex, schedule_of
+from sim.solvers.unnecessary import remove_unnecessary
 from sim.trace import Trace
 from tests.solvers.reruns import least_time, small_graphs
 from workloads import transformer
@@ -87,13 +88,21 @@ def test_few_small_graphs_have_a_plan_that_rounding_does_not_find():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("share", "most"), [(0.55, 1.3), (0.7, 1.05)])
-def test_a_transformer_near_its_floor_stays_near_the_bound(share, most):
-    # with thresholds at the whole budget and nine tenths of it alone it took 2.5 times the bound at 0.55
+@pytest.mark.parametrize(("share", "published", "most"), [(0.55, 2.5, 1.3), (0.7, 1.7, 1.05)])
+def test_a_transformer_near_its_floor_stays_near_the_bound_without_unnecessary_recomputation(share, published, most):
+    # as published, each value is rounded independently, which takes 2.3 and 1.6 times the bound; from the relaxation
+    # for the whole budget alone it takes 3.5 and 1.8 times
     trace = transformer("gpt2", batch=4, sequence=1024, precision="amp_bf16")
     problem, index = asked(trace, int(share * schedule_of(TraceIndex(trace), {}).peak()))
-    search, bound = by_rounding(problem, index, by_stage(problem, index, "test", 100))
-    found = search.best
-    assert found is not None
+    cost = [problem.cost.op_ns(op) for op in range(len(trace.ops))]
+    search, bound = by_rounding(
+        problem,
+        index,
+        by_stage(problem, index, "test", 100),
+        lambda schedule: remove_unnecessary(schedule, cost, problem.budget),
+    )
+    assert search.best is not None
     assert bound is not None
-    assert rerun_ns(problem, found) <= most * bound
+    assert bound <= search.cost <= published * bound
+    assert search.best.peak() <= problem.budget
+    assert rerun_ns(problem, search.best) <= most * bound
