@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sim.plan import Action, Drop, Move, Wait
 from sim.rewrites.rewriter import Rewriter
-from sim.solvers.checkpoints import cached_casts
+from sim.solvers.checkpoints import cached_casts, named
 from sim.solvers.regions import Region
 from sim.solvers.schedule import TraceIndex
 from sim.solvers.undoing import forward_of
@@ -45,14 +45,16 @@ def saves_of(trace: Trace, *, weights: bool = True, duplicates: bool = True) -> 
     """What autograd saves, as far as backward ops read it: once for each forward op whose backward ops read it.
 
     A tensor is saved when that forward op has run; where that op does not touch the tensor, after its last forward
-    use. Copies of weights in a narrower type are used until the forward pass ends: autocast's cache holds them.
+    use. Copies of weights in a narrower type are used until the forward pass ends: autocast's cache holds them. What a
+    variable of the program names is used until it lets go, as far as the trace says so (`Op.unbinds`).
 
     weights: whether weights count.
     duplicates: False for one copy a tensor, after its last forward use, for all its backward readers; so it is always
         where backward ops read views of the tensor, which is then the copy itself, or is not saved.
     """
     c, role, viewed = trace.op_columns, trace.tensor_columns.role, saved_through_views(trace)
-    undoes, cached = forward_of(trace), cached_casts(TraceIndex(trace), forward_passes(trace))
+    undoes, index, passes = forward_of(trace), TraceIndex(trace), forward_passes(trace)
+    held = {**named(index, passes), **cached_casts(index, passes)}
 
     def is_plain(op: int) -> bool:
         return not (c.engine.get(op) or c.group.get(op))
@@ -68,7 +70,7 @@ def saves_of(trace: Trace, *, weights: bool = True, duplicates: bool = True) -> 
         if not early:
             continue
         last = max(early)
-        until = cached.get(t, last)
+        until = max(last, held.get(t, last))
         # one copy a forward op that saves it: a node of several backward ops unpacks it once
         nodes: dict[int, list[int]] = {}
         for op in late:

@@ -54,6 +54,28 @@ def test_each_tensor_goes_once_without_duplicates_and_weights_stay_if_told(run) 
     assert done.time == 70 + 20
 
 
+def named_for_longer(named: bool) -> Trace:
+    """`h`, 10 bytes, is saved; if it is named, a variable lets go of it when `wide`, 90 bytes, has been produced."""
+    b = TraceBuilder()
+    x, w = b.tensor("x", 1, "input"), b.tensor("w", 1, "weight")
+    h, wide, y = b.tensor("h", 10), b.tensor("wide", 90), b.tensor("y", 10)
+    b.op("first", reads=[x, w], writes=[h], duration=5)
+    b.op("second", reads=[h], writes=[y], duration=5)
+    b.op("third", reads=[y], writes=[wide], duration=5, unbinds=[h] if named else [])
+    loss, g = b.tensor("loss.out", 0), b.tensor("g", 10, "temporary")
+    b.op("loss", "loss", reads=[wide], writes=[loss], duration=5)
+    b.op("seed", reads=[], writes=[g], phase="backward", duration=0)
+    b.op("second.bwd", reads=[g, h], writes=[b.tensor("w.grad", 1, "gradient")], phase="backward", duration=5)
+    return b.build()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_a_variable_names_stays_on_the_device_until_it_lets_go(run, named) -> None:
+    done = run(named_for_longer(named), "save_on_cpu", weights=False)
+    assert done.moves[0] == ("d2h", "h", 10, 20)  # it is saved, and waited for, either way
+    assert done.peak == 2 + 10 + 90 + (10 if named else 0)
+
+
 def test_a_weight_is_unpacked_beside_itself(run) -> None:
     # right.bwd holds both weights, the copies of w and x, g, and what it produces; x0 is resident throughout
     assert run(shared_input(), "save_on_cpu").peak == 1 + 300 + 200 + 10 + 30 + 10 + 200

@@ -453,3 +453,20 @@ def test_few_blocks_are_checkpointed_where_few_suffice(run):
     chosen = facts.result.plan.notes["blocks"]
     fewer = blocks_of(problem_for(trace, machine()), "mimose").checkpointed(chosen[:-1])
     assert facts.peak <= budget < fewer.peak()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_a_variable_names_stays_in_a_checkpointed_block_until_it_lets_go(named):
+    b = TraceBuilder()
+    x, h, y, wide = b.tensor("x", 1, "input"), b.tensor("h", 10), b.tensor("y", 10), b.tensor("wide", 90)
+    b.op("first", reads=[x], writes=[h], layer=0, duration=1)
+    b.op("second", reads=[h], writes=[y], layer=0, duration=1)
+    b.op("third", reads=[y], writes=[wide], layer=0, duration=1, unbinds=[h] if named else [])
+    out, g, last = b.tensor("out", 1), b.tensor("g", 1, "temporary"), b.tensor("last", 1, "temporary")
+    b.op("fourth", reads=[wide], writes=[out], layer=0, duration=1)
+    b.op("loss", "loss", reads=[out], writes=[g], duration=1)
+    b.op("bwd", phase="backward", reads=[g, h], writes=[last], layer=0, duration=1)
+    trace = b.build(outputs=[last], carry=())
+    blocks = blocks_of(problem_for(trace, machine()), "mimose")
+    assert blocks.checkpointed([0]).peak() == 1 + 10 + 90 + (10 if named else 0)
+    assert peak(simulate(trace, machine(), policy="full_recompute").log) == blocks.checkpointed([0]).peak()

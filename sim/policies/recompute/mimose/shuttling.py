@@ -12,7 +12,7 @@ from sim.errors import PolicyError
 from sim.log import CAUSE
 from sim.plan import Problem
 from sim.plan import Run as Iteration
-from sim.solvers.checkpoints import cached_casts, rerun_regions
+from sim.solvers.checkpoints import cached_casts, named, rerun_regions
 from sim.solvers.located import index_of
 from sim.solvers.regions import Region, layer_regions
 from sim.solvers.schedule import Schedule, TraceIndex, backward_slice, schedule_of
@@ -33,7 +33,7 @@ class Blocks:
     def checkpointed(self, chosen: Sequence[int]) -> Schedule:
         """The iteration with the chosen blocks recomputed just before their backward."""
         reruns = rerun_regions(self.index, [self.regions[i] for i in chosen])
-        return schedule_of(self.index, reruns, hold=self.casts)
+        return schedule_of(self.index, reruns, hold={**named(self.index, self.regions), **self.casts})
 
     @cached_property
     def freed(self) -> tuple[tuple[int, ...], ...]:
