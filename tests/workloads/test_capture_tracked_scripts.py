@@ -216,6 +216,101 @@ def step(batch=32):
     optimizer.step()
 """
 
+RELABELLED = """
+class Real(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(64, 2048), nn.LeakyReLU(0.2, True), nn.Linear(2048, 1), nn.Sigmoid())
+    def forward(self, x):
+        return super().forward(x).squeeze(1)
+
+fakes, judge = nn.Sequential(nn.Linear(8, 64), nn.Tanh()).cuda(), Real().cuda()
+optimizers = [torch.optim.Adam(model.parameters(), betas=(0.5, 0.999)) for model in (judge, fakes)]
+def step(batch=16):
+    judge.zero_grad()
+    label = torch.full((batch,), 1.0, device="cuda")
+    F.binary_cross_entropy(judge(torch.rand(batch, 64, device="cuda")), label).backward()
+    fake = fakes(torch.randn(batch, 8, device="cuda"))
+    label.fill_(0.0)
+    F.binary_cross_entropy(judge(fake.detach()), label).backward()
+    optimizers[0].step()
+    judge.zero_grad()
+    fakes.zero_grad()
+    label.fill_(1.0)
+    F.binary_cross_entropy(judge(fake), label).backward()
+    optimizers[1].step()
+"""
+
+FROM_ARRAYS = """
+import numpy as np
+data = np.arange(4000) % 50
+model = nn.Sequential(nn.Embedding(50, 16), nn.Flatten(), nn.Linear(16 * 64, 50)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+def get_batch(batch):
+    ix = torch.randint(len(data) - 64, (batch,))
+    x = torch.stack([torch.from_numpy(data[i : i + 64].astype(np.int64)) for i in ix])
+    y = torch.stack([torch.from_numpy(data[i + 64 : i + 65].astype(np.int64)) for i in ix])
+    return x.pin_memory().to("cuda", non_blocking=True), y.pin_memory().to("cuda", non_blocking=True)
+x, y = get_batch(8)
+def step():
+    global x, y
+    for micro_step in range(3):
+        loss = F.cross_entropy(model(x), y[:, 0]) / 3
+        x, y = get_batch(8)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+"""
+
+SPLIT_NODES = """
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 5)
+    def forward(self, x, edges):
+        row, col = edges
+        x = torch.zeros(x.size(0), 32, device=x.device).index_add_(0, col, F.relu(self.first(x))[row])
+        return F.log_softmax(self.second(F.dropout(x, training=self.training)), 1)
+
+nodes, edges = torch.rand(200, 16).cuda(), torch.randint(200, (2, 800), device="cuda")
+classes = torch.randint(0, 5, (200,)).to("cuda")
+train_mask = torch.zeros(200, dtype=torch.bool, device="cuda")
+train_mask[:60] = True
+test_mask = ~train_mask
+model = Graph().cuda()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
+def step():
+    model.train()
+    optimizer.zero_grad()
+    out = model(nodes, edges)
+    F.nll_loss(out[train_mask], classes[train_mask]).backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        right = model(nodes, edges).argmax(1)[test_mask] == classes[test_mask]
+    assert right.shape == (140,)
+    return int(right.sum()) / int(test_mask.sum())
+"""
+
+MIXED = """
+class Mix(nn.Module):
+    def forward(self, x, y):
+        kind = int(torch.multinomial(torch.tensor([0.2, 0.5, 0.3]), 1))
+        share = float(torch._sample_dirichlet(torch.tensor([0.2, 0.2]))[0])
+        size, middle = int(16 * (1 - share) ** 0.5), torch.randint(16, size=(1,))
+        low, high = int(torch.clamp(middle - size // 2, min=0)), int(torch.clamp(middle + size // 2, max=16))
+        assert (kind, share, low, high) == (1, 0.5, 2, 12)
+        x[:, :, low:high, low:high] = x.roll(1, 0)[:, :, low:high, low:high]
+        return x, y.roll(1, 0).mul(1 - share).add_(y.mul(share))
+
+mix, model = Mix(), nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def step(batch=4):
+    x, y = mix(torch.rand(batch, 3, 16, 16), F.one_hot(torch.randint(0, 10, (batch,)), 10).float())
+    nn.CrossEntropyLoss(label_smoothing=0.1)(model(x.cuda()), y.cuda()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 SCRIPTS = {
     # text, layers, what is assumed beside the GPU
     "a variational autoencoder": (VAE, 0, {asked.OUTSIDE}),
@@ -225,6 +320,10 @@ SCRIPTS = {
     "accumulation, compiled, scaled, fused, averaged": (ACCUMULATED, 4, {making.COMPILED}),
     "a policy and its target": (Q_LEARNING, 0, set()),  # two models of a class are no layers of one
     "a diffusion network with an average": (DIFFUSION, 4, {asked.OUTSIDE}),
+    "labels that are filled anew": (RELABELLED, None, set()),
+    "batches cut from an array": (FROM_ARRAYS, None, {asked.OUTSIDE}),
+    "nodes split by masks": (SPLIT_NODES, None, {asked.OUTSIDE}),
+    "images mixed by a module": (MIXED, None, {asked.MEAN}),
 }
 
 

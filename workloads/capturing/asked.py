@@ -4,8 +4,8 @@ Outside the model's modules this decides on what is printed or skipped, and is a
 every value is finite, no gradient has overflowed, and a number is 1. Inside a module it decides on what is computed,
 and nothing is answered, with two exceptions. A batch's integers (ids, labels, masks) are taken to be 1, and what is
 compared with them, counted in them or selected by them is as it would be then. A random number that is looked at
-(whether a layer is dropped, which size an image gets) is its mean. A number that a module keeps beside its weights (the
-place in a queue) is the one that it last stored there, or 0.
+(whether a layer is dropped, which size an image gets, how far two images are mixed) is its mean. A number that a module
+keeps beside its weights (the place in a queue) is the one that it last stored there, or 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import operator
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
+
+from workloads.capturing.packed import values_of
 
 TRUTHS = {"isnan": False, "isinf": False, "isfinite": True, "isposinf": False, "isneginf": False}
 """What is true of a finite number."""
@@ -41,7 +43,12 @@ DRAWN: Mapping[str, Callable[..., float]] = {
     "uniform_": lambda low=0.0, high=1.0, *_: (low + high) / 2,
 }
 """Ops that draw a number, and its mean."""
-FOLLOWED = {*BETWEEN, *NEGATED, *KEPT, "masked_fill", "sum"}
+DRAWN_INSIDE: Mapping[str, Callable[[Any], int]] = {
+    "randint": lambda args: (sum([0, *(x for x in args if isinstance(x, int))][-2:]) - 1) // 2,  # from, up to but not
+    "multinomial": lambda args: (args[0].shape[-1] - 1) // 2,
+}
+"""Ops by which a module draws an integer, and its mean from the op's arguments. Outside modules they make batches."""
+FOLLOWED = {*BETWEEN, *NEGATED, *KEPT, "clamp", "masked_fill", "sum"}
 UNCHANGED = ("_to_copy", "clone", "detach", "alias", "view")
 NAME, RANDOM, COUNT, NUMBER = "_tiersim_answer", "_tiersim_random", "_tiersim_count", "_tiersim_number"
 FINITE = "all values are finite, and no gradient overflows"
@@ -52,8 +59,8 @@ KEPT_NUMBER = "an integer that a module keeps is the number that it last stored,
 BATCH = "a batch's integers that a module looks at are 1"
 
 
-def note(op: str, args: Any, out: Any) -> None:
-    """Keep what is known of all elements of a result under these assumptions."""
+def note(op: str, args: Any, out: Any, inside: bool) -> None:
+    """Keep what is known of all elements of a result under these assumptions. inside: whether a module runs."""
     if op == OVERFLOW:
         setattr(args[1], NAME, 0.0)
         return
@@ -65,10 +72,11 @@ def note(op: str, args: Any, out: Any) -> None:
             setattr(out, NUMBER, args[0].item())
     elif op in UNCHANGED and (count := getattr(args[0], COUNT, None)) is not None:
         setattr(out, COUNT, count)
-    known = _known(op, args, out)
+    drawn = _mean(op, args, out, inside)
+    known = drawn if drawn is not None else _known(op, args, out)
     if known is None:
         return
-    random = op in DRAWN or any(getattr(x, RANDOM, False) for x in args)
+    random = drawn is not None or any(getattr(x, RANDOM, False) for x in args)
     for each in out if isinstance(out, (list, tuple)) else (out,):
         if hasattr(each, "fake_mode"):
             setattr(each, NAME, known)
@@ -93,7 +101,12 @@ def selected(op: str, args: Any) -> tuple[Any, str]:
         frames, batch = scores.shape[:2]
         longest = targets.shape[1] if targets.dim() == 2 else targets.numel() // batch
         return (scores.new_empty(batch), scores.new_empty((batch, frames, 2 * longest + 1))), EQUAL
-    return _chosen(op, args), BATCH
+    return _chosen(op, args), BATCH if values_of(_condition(op, args)) is None else ""
+
+
+def _condition(op: str, args: Any) -> Any:
+    """The tensor that says what an op selects."""
+    return next((x for x in args[1] if x is not None), None) if op == "index" else args[-1]
 
 
 def _chosen(op: str, args: Any) -> Any:
@@ -117,6 +130,10 @@ def _count(condition: Any) -> int | None:
     known = known_value(condition)
     if known is not None:
         return condition.numel() if known else 0
+    values = values_of(condition)
+    if values is not None:
+        with import_module("torch.utils._python_dispatch")._disable_current_modes():
+            return int(values.count_nonzero())
     return getattr(condition, COUNT, None)
 
 
@@ -135,11 +152,20 @@ def answer(tensor: Any, inside: bool) -> tuple[Any, str]:
     return (1.0 if tensor.dtype.is_floating_point else 1), OUTSIDE
 
 
+def _mean(op: str, args: Any, out: Any, inside: bool) -> Any:
+    """The mean of a number that an op draws, None where it draws none, or several."""
+    if op == "_sample_dirichlet" and out.dim() and out.numel() == out.shape[-1]:
+        return 1 / out.numel()  # shares of one whole, taken to be alike (of a beta distribution: a = b)
+    if op in DRAWN and out.numel() == 1:
+        return DRAWN[op](*args[1:])
+    if op in DRAWN_INSIDE and inside and out.numel() == 1:
+        return DRAWN_INSIDE[op](args)
+    return None
+
+
 def _known(op: str, args: Any, out: Any) -> Any:
     if op in TRUTHS:
         return TRUTHS[op]
-    if op in DRAWN and out.numel() == 1:
-        return DRAWN[op](*args[1:])
     if op in ("eq", "ne") and len(args) > 1:
         if args[0] is args[1]:
             return op == "eq"
@@ -154,6 +180,10 @@ def _known(op: str, args: Any, out: Any) -> Any:
         return args[2] if known_value(args[1]) and isinstance(args[2], int) else before[0]
     if not before or before[0] is None:
         return None
+    if op == "clamp":
+        low, high = (*args[1:], None, None)[:2]
+        number = before[0] if low is None else max(before[0], low)
+        return number if high is None else min(number, high)
     if op in NEGATED and isinstance(before[0], bool):
         return not before[0]
     if op == "sum" and _is_whole(out) and out.numel():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from sim.trace.builder import TraceBuilder
@@ -39,7 +40,13 @@ class _Building:
     def run(self) -> Trace:
         storages, kernels = self.recording.storages, self.recording.kernels
         self._name_addends()
-        initial = [i for i, s in storages.items() if s.made < 0 and not (s.freed is not None and s.freed < 0)]
+        appearing = self._appearing()
+        late = {i for storage_ids in appearing.values() for i in storage_ids}
+        initial = [
+            i
+            for i, s in storages.items()
+            if s.made < 0 and i not in late and (s.freed is None or s.freed >= max(s.appeared, 0))
+        ]
         for i in initial:
             self._tensor(i, storages[i])
         leaving = [self.current[i] for i in initial if storages[i].freed is not None]
@@ -50,9 +57,14 @@ class _Building:
         for i, storage in storages.items():
             if storage.freed is not None:
                 held.setdefault(storage.freed, []).append(i)
+        idle = self._idle()
+        for index, storage_ids in idle.items():
+            held.setdefault(index - 1, []).extend(storage_ids)
         unbound = self._unbound()
         for index, kernel in enumerate(kernels):
-            self._op(kernel, held.get(index, ()), unbound.get(index, ()))
+            if index in appearing:
+                self._appear(kernel, appearing[index])
+            self._op(kernel, held.get(index, ()), unbound.get(index, ()), idle.get(index, ()))
         kept = [
             i
             for i, s in storages.items()
@@ -94,6 +106,40 @@ class _Building:
         self.first.setdefault(i, self.current[i])
         return self.current[i]
 
+    def _appearing(self) -> dict[int, list[int]]:
+        """Per kernel the storages that the program has made without an op (of an array) for it to read.
+
+        Those that outlive the iteration may have been there when it started, and are taken to.
+        """
+        found: dict[int, list[int]] = {}
+        for i, storage in self.recording.storages.items():
+            if 0 <= storage.appeared <= (-1 if storage.freed is None else storage.freed):
+                found.setdefault(storage.appeared, []).append(i)
+        return found
+
+    def _appear(self, kernel: Kernel, storage_ids: Iterable[int]) -> None:
+        """Add an op that produces what a kernel is the first to read."""
+        writes = [self._tensor(i, self.recording.storages[i]) for i in storage_ids]
+        name = _unique("from_host", self.op_names)
+        self.builder.op(name, "other", writes=writes, phase=kernel.phase, layer=kernel.layer, bytes=0, duration=0)
+
+    def _idle(self) -> dict[int, list[int]]:
+        """Per kernel the storages that it overwrites without reading them, and that no op has used for a while.
+
+        The old value has had its last reader, but its storage is there until it is overwritten: the value is released
+        just before that, and the new one needs the bytes again. What exists when the iteration starts is kept anyway.
+        """
+        storages = self.recording.storages
+        last = {i: -1 for i, storage in storages.items() if storage.freed is not None}
+        found: dict[int, list[int]] = {}
+        for index, kernel in enumerate(self.recording.kernels):
+            for i in kernel.changed:
+                if i not in kernel.reads and last.get(i, index) < index - 1:
+                    found.setdefault(index, []).append(i)
+            last.update(dict.fromkeys((*kernel.made, *kernel.changed), index))
+            last.update((i, index) for i in kernel.reads if i in last)
+        return found
+
     def _unbound(self) -> dict[int, list[int]]:
         """Per forward kernel the storages of which variables let go at its end, though autograd holds them.
 
@@ -118,10 +164,10 @@ class _Building:
                     waiting[i] = end
         return {end: each for end, each in found.items() if kernels[end].phase == "forward"}
 
-    def _op(self, kernel: Kernel, held: Any, unbound: Any) -> None:
+    def _op(self, kernel: Kernel, held: Any, unbound: Any, idle: Any) -> None:
         storages = self.recording.storages
         reads = [self.current[i] for i in kernel.reads]
-        writes = [self._tensor(i, storages[i], replaces=self.current[i]) for i in kernel.changed]
+        writes = [self._tensor(i, storages[i], replaces=None if i in idle else self.current[i]) for i in kernel.changed]
         writes += [self._tensor(i, storages[i]) for i in kernel.made]
         short = kernel.op.split(".")[1] if "." in kernel.op else kernel.op
         kind = kind_of(kernel.op, kernel.phase)

@@ -20,6 +20,8 @@ MOST = 1 << 16
 LONG = "packed sequences are as long as their batch"
 VALUES, UNKNOWN, HOST = "_tiersim_values", "_tiersim_unknown", "_tiersim_host"
 PACK = "_pack_padded_sequence"
+FILLED = ("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+"""Ops that make a mask of known values, if they make truths."""
 
 
 def values_of(tensor: Any) -> Any:
@@ -53,14 +55,19 @@ def note(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if not hasattr(args[0], "fake_mode"):
             keep_values(out, args[0])
         return
+    torch: Any = import_module("torch")
+    if func._opname in FILLED and out.dtype == torch.bool:
+        _keep_filled(func._opname, args, out)
+        return
     first = args[0] if args else None
     if isinstance(first, (list, tuple)) and first:
         first = first[0]
     if (values := getattr(first, VALUES, None)) is None:
         return
-    torch: Any = import_module("torch")
     operands = [x for x in import_module("torch.utils._pytree").tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+    small = all(each.numel() <= MOST for each in _listed(out) if torch.is_tensor(each))
     known = all(values_of(x) is not None for x in operands) and torch.Tag.nondeterministic_seeded not in func.tags
+    known = known and small
     written = func._schema.arguments[0].alias_info
     if written is not None and written.is_write and not known:
         setattr(values.untyped_storage(), UNKNOWN, True)
@@ -68,10 +75,21 @@ def note(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         return
     with _without_modes():
         result = func(*_with_values(args), **dict(zip(kwargs, _with_values(kwargs.values()), strict=True)))
-    pairs = zip(out, result, strict=True) if isinstance(out, (list, tuple)) else [(out, result)]
-    for fake, each in pairs:
-        if torch.is_tensor(each) and each.numel() <= MOST:
+    for fake, each in zip(_listed(out), _listed(result), strict=True):
+        if torch.is_tensor(each):
             setattr(fake, VALUES, each)
+
+
+def _keep_filled(op: str, args: Any, out: Any) -> None:
+    """Keep the values of a mask that is made of one truth."""
+    if out.numel() <= MOST:
+        truth = bool(args[-1]) if "full" in op else "ones" in op
+        with _without_modes():
+            setattr(out, VALUES, import_module("torch").full(tuple(out.shape), truth))
+
+
+def _listed(out: Any) -> Any:
+    return out if isinstance(out, (list, tuple)) else (out,)
 
 
 def is_on_host(types: Any, args: Any) -> bool:

@@ -15,6 +15,7 @@ class Storage:
     freed: the last op that had run when PyTorch released it, None if it still lives.
     mutated: whether an op of the iteration wrote it in place.
     unbound: the last op that had run when the program's own variables had let go of it, -1 where that is not known.
+    appeared: the op that first reads it, where no op that was recorded made it (an array's memory), else -1.
     """
 
     bytes: int
@@ -28,6 +29,7 @@ class Storage:
     layer: int = -1
     saved_for: str = ""
     unbound: int = -1
+    appeared: int = -1
 
 
 @dataclass

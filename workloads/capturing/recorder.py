@@ -383,7 +383,7 @@ class Recorder:
                 return out
         if func._opname in ("fill_", "zero_", "copy_", "add_", "remainder_"):
             self._note_kept(func._opname, args)
-        asked.note(func._opname, args, out)
+        asked.note(func._opname, args, out, inside=bool(self._stack))
         packed.note(func, args, kwargs, out)
         note_reduced(func._opname, args, out)
         if not self._stack and func._opname in asked.BATCHES:
@@ -572,6 +572,7 @@ class Recorder:
             i = self._id(tensor)
             if i is None and tensor.untyped_storage().nbytes():
                 i = self._follow(tensor, f"constant{self._next}", "temporary", -1)
+                self.recording.storages[i].appeared = len(self.recording.kernels)
             if i is not None and tensor is not overwritten:
                 reads.append(i)
         return reads
