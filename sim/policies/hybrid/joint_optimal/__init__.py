@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem, Recompute
 from sim.policies.base import Policy, by_parameter
-from sim.policies.hybrid.joint_optimal.by_moments import WIDE, by_moments
+from sim.policies.hybrid.joint_optimal.by_moments import WIDE, by_moments, drafted
 from sim.policies.hybrid.joint_optimal.copies import Copies
 from sim.policies.hybrid.joint_optimal.trips import ATTEMPTS, NODES, STEP, Replays, choice_of, movable
 from sim.solvers.granularity import by_op
@@ -39,7 +39,8 @@ class JointOptimal(Policy):
     two: while earlier ops are recomputed, or the device waits, and while the op itself runs. In each the copies of one
     direction take together no longer than it lasts; a value leaves when its copy is complete, and takes space from
     the moment when its return begins. The objective is the time of recomputation and of waiting. The answer is made
-    into a plan, replayed by the engine, and changed one decision at a time as long as that makes it faster.
+    into a plan, replayed by the engine, and changed one decision at a time as long as that makes it faster. Where it
+    stays above the bound, `hybrid`'s drafts are replayed, too.
     Source: this project. Recomputation is that of Jain et al., "Checkmate", MLSys 2020; copies beside it in one program
         as in Patil et al., "POET", ICML 2022, and Wen et al., "STR", IPDPS 2022, with time where those have costs.
     Bounds: no plan of the class is faster than `makespan_bound_ns`: the program counts memory only when an op begins
@@ -112,6 +113,9 @@ class JointOptimal(Policy):
             proven = exact and answer.status == "infeasible"
             raise refused(problem, "joint_optimal", least, proven=proven, smallest=smallest and not host, plans=PLANS)
         bound = once + answer.bound if exact else None
+        if bound is None or replays.end > bound:
+            for plan in drafted(problem):
+                replays.take(plan, bound or 0)
         return self._planned(problem, replays.best, replays.end, bound, answer.limit)
 
     def _search(self, problem: Problem, nodes: Nodes, replays: Replays, once: int, ends: float) -> Answer:

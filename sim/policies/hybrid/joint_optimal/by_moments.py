@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -43,7 +44,7 @@ def by_moments(
     found = [] if proven else list(drafts.search(ROUNDS))
     if shares is not None:
         found.append(drafts.polished(_by_shares(drafts, shares), 40_000))
-    plans = [drafts.plan(draft) for draft in sorted(found, key=lambda draft: draft.rank)[:REPLAYS]]
+    plans = _fastest(drafts, found)
     with suppress(Infeasible):
         plans.append(RelaxAndFix().plan(problem))  # also in the class
     best: tuple[int, Plan] | None = None
@@ -60,6 +61,16 @@ def by_moments(
         least = drafts.least(ROUNDS).least_bytes
         raise refused(problem, "joint_optimal", least, proven=proven, smallest=False, plans=WIDE)
     return best[1], best[0], None if shares is None else shares.bound
+
+
+def drafted(problem: Problem) -> list[Plan]:
+    """The plans that `hybrid`'s drafts come to in this class, the fastest by its model first; not replayed."""
+    drafts = Drafts(problem, inputs=False)
+    return _fastest(drafts, list(drafts.search(ROUNDS)))
+
+
+def _fastest(drafts: Drafts, found: Sequence[Draft]) -> list[Plan]:
+    return [drafts.plan(draft) for draft in sorted(found, key=lambda draft: draft.rank)[:REPLAYS]]
 
 
 def _relaxed(problem: Problem, index: TraceIndex, host: str, moments: int, time_limit: float) -> Shares | None:

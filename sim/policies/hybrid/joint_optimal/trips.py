@@ -118,6 +118,15 @@ class Replays:
                 self.best, self.end = plan, end
         return self._seen[choice]
 
+    def take(self, plan: Plan, least: int) -> None:
+        """Look at a plan from elsewhere. least: ns below which none of the class is; one that is stays out."""
+        try:
+            end = self._problem.evaluate(plan).end
+        except TiersimError:
+            return
+        if self.best is None or least <= end < self.end:
+            self.best, self.end = plan, end
+
     def actions(self, choice: Choice) -> tuple[Action, ...]:
         """Returns, recomputations and drops, then what leaves, at each anchor in this order."""
         nodes, problem = self._nodes, self._problem
