@@ -164,7 +164,7 @@ def search(ctx: typer.Context, **options: Any) -> None:
     """
     from sim.layout_search import SEARCHED, search_layouts
     from sim.outputs import to_json
-    from sim.policies.writing import split_outside
+    from sim.policies.writing import listed
     from workloads.stacks import after_division
 
     given = {
@@ -181,7 +181,7 @@ def search(ctx: typer.Context, **options: Any) -> None:
         workload(given),
         options["profile"],
         options["devices"],
-        split_outside(options["policies"], ","),
+        listed(options["policies"]),
         budget=options["budget"],
         most=options["most"],
         schedules=SEARCHED if options["schedules"] is None else options["schedules"].split(","),

@@ -380,9 +380,9 @@ def names_of(policies: str | None) -> list[str] | None:
         from sim.policies import names
 
         return list(names())
-    from sim.policies.writing import split_outside
+    from sim.policies.writing import listed
 
-    found = [name for name in split_outside(policies, ",") if name]
+    found = listed(policies)
     if not found:
         raise typer.BadParameter(f"the list of policies {policies!r} names none")
     return found

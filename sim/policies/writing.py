@@ -24,6 +24,9 @@ WORDS = {"True": True, "False": False, "None": None}
 SPECIAL = re.compile(r"[\s\[\](){},;+=\"'\\]")
 """What in a value would be taken for something else."""
 
+NUMBERS = re.compile(r"(?:^|[;+&])\s*(?:layer|stage)s?\s[\d\s,-]+$")
+"""A selector that has not ended."""
+
 
 class Term(NamedTuple):
     """One part as it is written. selector: "" for none."""
@@ -41,13 +44,34 @@ def terms(text: str) -> list[Term]:
     for clause in split_outside(text, ";"):
         selector = ""
         for part in split_outside(clause, "+"):
-            own, call = _selector(part)
+            own, call = _selector(part, text)
             selector = own or selector
             name, inside = _call(call, text)
+            if not name and inside:
+                raise PolicyError(
+                    f"policy {text!r}: brackets hold a policy's parameters, not policies; without them a selector "
+                    "holds up to the next ';', as in 'zero_offload; layers 0-3: full_recompute; rest: swap_all'"
+                )
+            if ": " in name:
+                raise PolicyError(
+                    f"policy {text!r}: {call!r} has a second selector; two are joined by '&', as in "
+                    "'layers 0-3 & *.attn'"
+                )
             if not name:
                 raise PolicyError(f"policy {text!r}: a policy is missing beside '+', ';' or ':'")
             found.append(Term(selector, name, _parameters(inside, call)))
     return found
+
+
+def listed(text: str) -> list[str]:
+    """The policies of a list with commas. One between the numbers of a selector ends none: `layers 0,5: dtr`."""
+    found: list[str] = []
+    for piece in split_outside(text, ","):
+        if found and NUMBERS.search(found[-1]):
+            found[-1] += f", {piece}"
+        else:
+            found.append(piece)
+    return [name for name in found if name]
 
 
 def split_outside(text: str, separator: str) -> list[str]:
@@ -89,10 +113,14 @@ def _value_text(value: Any) -> str:
     return str(value)
 
 
-def _selector(part: str) -> tuple[str, str]:
+def _selector(part: str, text: str) -> tuple[str, str]:
     """(selector, policy) of a part; the selector is "" where it has none."""
-    head, colon, rest = part.partition(": ")
-    return (head.strip(), rest) if colon and not any(sign in head for sign in "({") else ("", part)
+    head, colon, rest = f"{part} ".partition(": ")
+    if not colon or any(sign in head for sign in "({"):
+        return "", part
+    if not head.strip():
+        raise PolicyError(f"policy {text!r}: a selector is missing before ':'")
+    return head.strip(), rest.strip()
 
 
 def _call(part: str, text: str) -> tuple[str, str]:

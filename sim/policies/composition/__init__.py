@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sim.errors import Deadlock, Infeasible, PolicyError
+from sim.errors import Deadlock, Infeasible, PolicyError, TiersimError
 from sim.log import EventLog
 from sim.plan import Action, Plan, Problem, Recompute, Run
 from sim.policies.base import FIDELITIES, Policy, joins
 from sim.policies.composition import selectors
 from sim.policies.composition.checkpoints import with_recomputation
 from sim.policies.composition.merging import Place, by_ids, carried_over, merged, restricted
-from sim.policies.composition.online import JoinedOnline
+from sim.policies.composition.online import JoinedOnline, droppable_among
 from sim.policies.composition.ownership import Part, is_narrowed, managed_beside, own_ops, owners, taken_away
-from sim.policies.composition.rewriting import held_among, implemented_among, rewrites
+from sim.policies.composition.rewriting import RewriteRefused, held_among, implemented_among, rewrites
 from sim.policies.composition.selectors import CHECKPOINTS, REST
 from sim.trace.graph import Trace
 from sim.trace.tensor import ROLES
@@ -165,11 +165,10 @@ class Composition(Policy):
     def plan(self, problem: Problem) -> Plan:
         """The parts' plans as one."""
         if len(self.parts) == 1:
-            alone = self.parts[0]
-            return self._planned(problem, problem.budget, []) if alone.selector else alone.policy.plan(problem)
+            return self._alone(problem)
         refused: list[_Refused] = []
         first, error = self._attempt(problem, problem.budget, refused)
-        ample = problem.budget + 2 * int(problem.trace.tensor_columns.bytes.sum()) + int(_workspace(problem.trace))
+        ample = _ample(problem)
         most, _ = self._attempt(problem, ample, refused)
         if first is not None and (most is None or first.decides_as(most)):
             return first
@@ -188,8 +187,9 @@ class Composition(Policy):
             if high - low <= PRECISION * problem.budget:
                 break
             guess = (low + high) // 2
-        if (found := best.plan or least) is None:
-            raise error or PolicyError("no part of the composition made a plan")
+        found = best.plan or least
+        if found is None or (best.plan is None and isinstance(error, RewriteRefused)):
+            raise _refusal(error, most)
         return found  # where none fits, the replay of the smallest says what is short, and where
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
@@ -199,11 +199,24 @@ class Composition(Policy):
         free = any(type(part.policy).unlimited is not Policy.unlimited for part in self.parts)
         return {**alone, "the composition": self.plan(problem)} if free else {}
 
-    def _attempt(self, problem: Problem, budget: int, refused: list[_Refused]) -> tuple[Plan | None, Infeasible | None]:
+    def _alone(self, problem: Problem) -> Plan:
+        """The plan of the only part."""
+        part = self.parts[0]
+        if not part.selector:
+            return part.policy.plan(problem)
+        try:
+            return self._planned(problem, problem.budget, [])
+        except RewriteRefused as error:
+            most, _ = self._attempt(problem, _ample(problem), [])
+            raise _refusal(error, most) from None
+
+    def _attempt(
+        self, problem: Problem, budget: int, refused: list[_Refused]
+    ) -> tuple[Plan | None, Infeasible | RewriteRefused | None]:
         """The plan when every part is given a budget; None where one cannot keep to it, and what that says."""
         try:
             return self._planned(problem, budget, refused), None
-        except Infeasible as error:
+        except (Infeasible, RewriteRefused) as error:
             return None, error
 
     def _planned(self, problem: Problem, budget: int, refused: list[_Refused]) -> Plan:
@@ -265,7 +278,10 @@ class Composition(Policy):
             if each.rewrites and narrowed:
                 raise _cannot_be_restricted(each, made, owned, trace)
             kept.append(actions)
-        parts = [(each.plan.online, own) for each, own in zip(made, owned, strict=True) if each.plan.online is not None]
+        seen = [
+            droppable_among(own, trace) if each.plan.keep_dead else own for each, own in zip(made, owned, strict=True)
+        ]
+        parts = [(each.plan.online, own) for each, own in zip(made, seen, strict=True) if each.plan.online is not None]
         every = frozenset[int]().union(*owned)
         place = {  # where a part for all that it manages leaves what nobody manages is its own affair
             tensor: where
@@ -278,7 +294,7 @@ class Composition(Policy):
             tuple(merged(kept, [each.aware for each in made], trace, problem.platform)),
             place=place,
             online=JoinedOnline(parts, trace) if parts else None,
-            keep_dead=_kept_dead(made, owned),
+            keep_dead=_kept_dead(made, seen),
             notes={
                 "parts": tuple(each.plan.notes for each in made),
                 "given": tuple(each.given.content_hash for each in made),
@@ -319,7 +335,7 @@ class _Made(NamedTuple):
         if new is old:
             return self
         if self.plan.online is not None:
-            raise PolicyError(
+            raise RewriteRefused(
                 f"{rewriter!r} rewrites the trace on which {self.part.label!r} has decided; name it before that"
             )
         actions, place = carried_over(self.actions, self.place, old, new, self.part.label, rewriter)
@@ -364,11 +380,11 @@ def _owned(made: Sequence[_Made], trace: Trace) -> list[frozenset[int]]:
 
 def _cannot_be_restricted(
     each: _Made, made: Sequence[_Made], owned: Sequence[frozenset[int]], trace: Trace
-) -> PolicyError:
+) -> RewriteRefused:
     """The error where a part's rewrite is about tensors that it does not own."""
     label, own = each.part.label, owned[[one is each for one in made].index(True)]
     if each.part.selector:
-        return PolicyError(f"{label!r} rewrites the trace and cannot be restricted to {each.part.selector!r}")
+        return RewriteRefused(f"{label!r} rewrites the trace and cannot be restricted to {each.part.selector!r}")
     about = (trace.tensor_id(action.tensor) for action in each.actions if not isinstance(action, Recompute))
     tensor = next(t for t in about if t not in own)
     owner = next((one.part.label for one, theirs in zip(made, owned, strict=True) if tensor in theirs), "")
@@ -378,7 +394,7 @@ def _cannot_be_restricted(
         if owner
         else f"whose role is {role!r}; it manages {', '.join(each.part.policy.manages)}"
     )
-    return PolicyError(f"{label!r} rewrites the trace for tensor {trace.tensor_columns.name[tensor]!r}, {whose}")
+    return RewriteRefused(f"{label!r} rewrites the trace for tensor {trace.tensor_columns.name[tensor]!r}, {whose}")
 
 
 def _owned_line(part: Part, own: Collection[int], trace: Trace) -> str:
@@ -422,6 +438,15 @@ def _kept_dead(made: Sequence[_Made], owned: Sequence[frozenset[int]]) -> frozen
     return frozenset(found)
 
 
+def _refusal(error: Infeasible | RewriteRefused | None, most: Plan | None) -> TiersimError:
+    """What is raised where no attempt fits. error: of that for the true budget; most: the plan for ample memory."""
+    if isinstance(error, RewriteRefused) and most is not None:
+        short = Infeasible(f"{error}; with more memory it leaves the trace as it is")
+        short.proven = False
+        return short
+    return error or PolicyError("no part of the composition made a plan")
+
+
 class _Fitting:
     """The fastest plan so far that a replay has found to fit."""
 
@@ -451,5 +476,7 @@ def _history(history: tuple[Run, ...], i: int) -> tuple[Run, ...]:
     return tuple(found)
 
 
-def _workspace(trace: Trace) -> int:
-    return int(trace.op_columns.workspace.max(initial=0))
+def _ample(problem: Problem) -> int:
+    """A budget at which nothing has to leave."""
+    trace = problem.trace
+    return problem.budget + 2 * int(trace.tensor_columns.bytes.sum()) + int(trace.op_columns.workspace.max(initial=0))

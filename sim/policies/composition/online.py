@@ -8,6 +8,7 @@ from typing import Any
 
 from sim.plan import Action, Change, ChangeFields, Memory, Need, Online, Recompute
 from sim.trace.graph import Trace
+from sim.trace.index import TraceIndex
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,20 @@ def owns(action: Action, owned: frozenset[int], trace: Trace) -> bool:
     if isinstance(action, Recompute):
         return not owned.isdisjoint(trace.writes(trace.op_id(action.op)))
     return trace.tensor_id(action.tensor) in owned
+
+
+def droppable_among(own: frozenset[int], trace: Trace) -> frozenset[int]:
+    """What of `own` may be dropped by a part that keeps its dead tensors in order to recompute from them.
+
+    What comes from other devices cannot be recomputed. Where the part does not own it, it is freed once it is dead, and
+    nothing that is computed from it may be dropped.
+    """
+    index = TraceIndex(trace)
+    gone = {t for op in index.communicating for t in index.writes[op] if t not in own}
+    for op, reads in enumerate(index.reads) if gone else ():
+        if op not in index.communicating and not gone.isdisjoint(reads):
+            gone.update(index.writes[op])
+    return own - gone
 
 
 class _Owned:

@@ -91,12 +91,17 @@ def _refuse_two(
     twice = np.flatnonzero(mask & (taken >= 0))
     if len(twice):
         tensor, other = int(twice[0]), parts[int(taken[twice[0]])]
-        both_rewrite = rewriting[i] and rewriting[int(taken[twice[0]])]
-        way_out = (
-            "both rewrite the trace for it, so name one of them"
-            if both_rewrite
-            else (f"say who owns what, as in 'layers 0-3: {other.label}; rest: {parts[i].label}'")
-        )
+        rewriters = [
+            part.label for part, does in ((other, rewriting[int(taken[tensor])]), (parts[i], rewriting[i])) if does
+        ]
+        if other == parts[i]:
+            way_out = "name it once"
+        elif len(rewriters) == 2:
+            way_out = "both rewrite the trace for it, so name one of them"
+        elif rewriters:
+            way_out = f"{rewriters[0]!r} rewrites the trace, and not for some of its tensors alone, so name one of them"
+        else:
+            way_out = f"say who owns what, as in 'layers 0-3: {other.label}; rest: {parts[i].label}'"
         raise PolicyError(
             f"tensor {trace.tensor_columns.name[tensor]!r} has two owners, {other.label!r} and {parts[i].label!r}; "
             f"{way_out}"

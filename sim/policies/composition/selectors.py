@@ -62,6 +62,8 @@ def selected(trace: Trace, selector: str) -> Mask:
 def check(selector: str) -> None:
     """Raises PolicyError where a selector cannot be one on any trace."""
     for term in terms(selector):
+        if not term:
+            raise PolicyError(f"selector {selector!r}: a term is missing beside '&'")
         if not (LAYERS.fullmatch(term) or term in WORDS or GLOB.search(term)):
             raise PolicyError(
                 f"selector {term!r}{near(term, (*WORDS, 'layers 0-7', 'stages 0-1'))}; a selector is 'layers 0-7', "

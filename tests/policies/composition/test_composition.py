@@ -33,11 +33,12 @@ from sim.policies.composition.merging import merged, restricted
 from sim.policies.composition.ownership import Part, managed_beside, owners
 from sim.policies.composition.selectors import check
 from sim.policies.recompute.rotor import Rotor
-from sim.policies.writing import terms, text_of
+from sim.policies.writing import listed, terms, text_of
 from sim.rewrites.holding import points
 from sim.sweeps.identity import policy_identity
 from sim.trace import TraceBuilder
 from sim.trace.tensor import ROLE_CODE
+from tests.engine.test_timeline import machine as hand_machine
 from tests.policies.offload.conftest import machine
 from workloads import cnn, transformer
 
@@ -414,6 +415,17 @@ def test_parameters_of_any_text_are_read_back(value):
     assert written[1].parameters == {"given": value, "other": [str(value), "x"]}
 
 
+def test_a_comma_between_the_numbers_of_a_selector_ends_no_policy_of_a_list():
+    text = (
+        "dtr, layers 0, 2-3: dtr(by_size=False, sample=True); rest: keep_all,zero_offload + layers 0 & layers 1,2: dtr"
+    )
+    assert listed(text) == [
+        "dtr",
+        "layers 0, 2-3: dtr(by_size=False, sample=True); rest: keep_all",
+        "zero_offload + layers 0 & layers 1, 2: dtr",
+    ]
+
+
 def test_a_composition_may_be_longer_than_a_file_name():
     text = "; ".join(f"layers {i}: full_recompute" for i in range(12))
     assert label(load(text)) == text
@@ -443,7 +455,7 @@ def test_files_in_a_composition_are_known():
 
 BAD = {
     "full_recompute + swap_all": "has two owners, 'full_recompute' and 'swap_all'",
-    "zero_offload + zero_offload": "has two owners, 'zero_offload' and 'zero_offload'",
+    "zero_offload + zero_offload": "has two owners, 'zero_offload' and 'zero_offload'; name it once",
     "zero_offload + optimizer_in_backward": "both rewrite the trace for it, so name one of them",
     "layers 20-30: full_recompute": "selector 'layers 20-30': this trace has 12 layers, 0 to 11",
     "layers 0-99: full_recompute": "this trace has 12 layers, 0 to 11 (did you mean 'layers 0-11'?)",
@@ -456,6 +468,14 @@ BAD = {
     "weights: full_recompute": "'full_recompute' manages activations; 'weights' names none of that",
     "zero_offload + fullrecompute": "did you mean 'full_recompute'?",
     "zero_offload + ": "a policy is missing",
+    "zero_offload + + dtr": "a policy is missing",
+    "zero_offload;; dtr": "a policy is missing",
+    "layers 0-3:": "a policy is missing",
+    ": dtr": "a selector is missing before ':'",
+    "zero_offload; : dtr": "a selector is missing before ':'",
+    "layers 0 & : dtr": "selector 'layers 0 &': a term is missing beside '&'",
+    "layers 0: *.attn: dtr": "'*.attn: dtr' has a second selector; two are joined by '&'",
+    "zero_offload + (full_recompute; checkpoints: swap_all)": "brackets hold a policy's parameters, not policies",
     "rotor(slots=100": "has no closing bracket",
     "rotor(slots)": "expected parameter=value",
     "rotor(slots=3, slots=4)": "slots is given twice",
@@ -464,6 +484,7 @@ BAD = {
     "layers 0-3: save_on_cpu; rest: full_recompute": "rewrites the trace and cannot be restricted to 'layers 0-3'",
     "full_recompute; checkpoints: swap_all + vdnn": "has two owners, 'swap_all' and 'vdnn'",
     "gist + full_recompute": "say who owns what, as in 'layers 0-3: gist; rest: full_recompute'",
+    "full_recompute + save_on_cpu": "'save_on_cpu' rewrites the trace, and not for some of its tensors alone, so name",
     "layers 3-1: full_recompute": "3-1 is not a range of layers (did you mean '1-3'?)",
     "full_recompute + zero_offload": None,
 }
@@ -578,6 +599,54 @@ def test_an_online_rewrite_is_not_restricted_either():
     trace = transformer("gpt2", batch=4, sequence=256)
     with pytest.raises(PolicyError, match="'megtaichi' rewrites the trace and cannot be restricted to 'layers 0'"):
         simulate(trace, "mt3000_survey", "layers 0: megtaichi", budget="2.9 GB")
+
+
+TINY = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 100, "n_positions": 64}
+ONLY_SHORT = {
+    "layers 0-1: flashneuron(fp16=True)": "cannot be restricted to 'layers 0-1'; with more memory it leaves the trace",
+    "layers 0: dtr; rest: flashneuron(fp16=True)": "on which 'dtr' has decided; name it before that; with more memory",
+    "layers 0-1: flashneuron(fp16=True); rest: dtr": "",
+}
+
+
+@pytest.mark.parametrize("text", ONLY_SHORT)
+def test_a_rewrite_that_only_short_memory_brings_is_no_error_of_use(text):
+    """It was, and ended a search for the smallest budget; and what the other parts can free was not looked at."""
+    trace = transformer(TINY, batch=8, sequence=64, precision="fp32")
+    peak = simulate(trace, "a100_80_gds").summary()["peak_bytes"]
+    assert simulate(trace, "a100_80_gds", text, budget=2 * peak).log.complete
+    if not ONLY_SHORT[text]:
+        assert simulate(trace, "a100_80_gds", text, budget=peak * 7 // 10).log.complete
+        return
+    with pytest.raises(Infeasible) as caught:
+        simulate(trace, "a100_80_gds", text, budget=peak * 7 // 10)
+    assert ONLY_SHORT[text] in str(caught.value)
+    assert not caught.value.proven
+
+
+def test_what_is_made_from_received_values_stays_where_nobody_keeps_those():
+    """Each `y` was dropped, and the received value from which it would be recomputed had been freed."""
+    b = TraceBuilder()
+    sent, got = b.tensor("sent", 40), b.tensor("got", 40)
+    y, z = [b.tensor(f"y{i}", 40) for i in range(3)], [b.tensor(f"z{i}", 40) for i in range(3)]
+    b.op("f", reads=[b.tensor("x", 40, "input")], writes=[sent], duration=10)
+    b.op("send", "send", reads=[sent], group="send")
+    b.op("recv", "recv", writes=[got], device=1, group="send")
+    for i in range(3):
+        b.op(f"f{i}", reads=[y[i - 1] if i else got], writes=[y[i]], device=1, duration=10)
+    own = b.tensor("own", 40, "input")
+    for i in range(3):
+        b.op(f"g{i}", reads=[z[i - 1] if i else own], writes=[z[i]], device=1, duration=10)
+    gradients: list[int] = []
+    for i, each in enumerate(reversed([*y, *z])):
+        d = b.tensor(f"d{i}", 40, "temporary")
+        b.op(f"b{i}", phase="backward", reads=[each, *gradients[-1:]], writes=[d], device=1, duration=10)
+        gradients.append(d)
+    trace = b.build(outputs=gradients[-1:], carry=())
+    run = run_policy(load("checkpoints: dtr"), trace, hand_machine(devices=2).with_budget(280))
+    assert {law: said for law, check in CHECKS.items() if (said := breaks(check, run))} == {}
+    assert run.done
+    assert touched(run.log)[1] <= {"g0", "g1", "g2"}
 
 
 def test_parameters_beside_a_composition_are_refused():
