@@ -164,7 +164,6 @@ def search(ctx: typer.Context, **options: Any) -> None:
     """
     from sim.layout_search import SEARCHED, search_layouts
     from sim.outputs import to_json
-    from sim.policies.writing import listed
     from workloads.stacks import after_division
 
     given = {
@@ -181,7 +180,7 @@ def search(ctx: typer.Context, **options: Any) -> None:
         workload(given),
         options["profile"],
         options["devices"],
-        listed(options["policies"]),
+        names_of(options["policies"]) or [],
         budget=options["budget"],
         most=options["most"],
         schedules=SEARCHED if options["schedules"] is None else options["schedules"].split(","),

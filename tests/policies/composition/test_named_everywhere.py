@@ -70,6 +70,13 @@ def test_commands_about_one_policy(words, name, tiny):
     assert (found[0] if isinstance(found, list) else found)["policy"] == name
 
 
+def test_a_search_of_no_policies_is_refused(tiny):
+    words = ("search", *JOB, "--model", tiny, "--global-batch", "2", "--devices", "2", "--policies", "")
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "names none" in done.output
+
+
 def test_python():
     trace = transformer(TINY, batch=2, sequence=32)
     budget = compare(trace, "mt3000_survey", ["keep_all"]).rows[0]["peak_bytes"] * 9 // 10
