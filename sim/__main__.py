@@ -1,5 +1,5 @@
 """`python -m sim` is `tiersim`."""
 
-from sim.cli import main
+from sim.cli import program
 
-main()
+program()

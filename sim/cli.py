@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -76,7 +77,20 @@ def tiersim(
     """Compare memory policies for training on accelerators that you do not have."""
 
 
-def main() -> None:
+def program() -> NoReturn:
+    """Run the command line in a process of its own, which ends whatever a policy does. See `main`."""
+    from sim.limits import end, end_where_stuck
+
+    end_where_stuck(status=1)
+    try:
+        main()
+    except SystemExit as error:
+        with suppress(OSError):
+            sys.stdout.flush()
+        end(int(error.code or 0))
+
+
+def main() -> NoReturn:
     """Run the command line.
 
     Exits with 0 when done, 1 if infeasible or failed, 2 for wrong usage; each error is one line on standard error.

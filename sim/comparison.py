@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -194,7 +194,9 @@ def compare(
     on_progress: called for each policy that has been answered.
     parallel: see `simulate`.
     bound: whether to say how near each run is to the least time that any plan of a class takes (`sim.lower_bound`).
-    time_limit_s: processor time that each policy may take, None for no limit; one that takes more has failed.
+    time_limit_s: processor time that each policy may take, None for no limit; one that takes more has failed. With a
+        limit, policies by file, and registered ones, run in another process, which is ended if they take no
+        interruption.
     most_actions: how many actions its plan may have, None for 10,000 and 50 per op.
 
     Raises PolicyError for an unknown name or parameter, TiersimError for fewer than one process, before anything runs;
@@ -270,7 +272,10 @@ class _Work:
                 self.note(i, Answer(row))
 
     def run(self, jobs: int | None) -> None:
-        """Answer for all others: in other processes, then here for those that these could not load."""
+        """Answer for all others: in other processes, then here for those that these could not load.
+
+        Where one process is enough, only what may keep one from going on has another, and comes last.
+        """
         todo = self.open
         if jobs is None:
             from sim.sweeps.pool import usable_cpus  # brings what sweeps need with it
@@ -278,7 +283,11 @@ class _Work:
             is_little = len(todo) * len(self.setting.trace.op_columns.name) <= LITTLE
             jobs = 1 if is_little else usable_cpus()
         count = min(jobs, len(todo))
-        if count > 1:
+        if count <= 1:
+            apart = [i for i in todo if self.setting.time_limit_s and self.requests[i].may_stick]
+            self.answer(i for i in todo if i not in apart)
+            todo = apart
+        if todo:
             todo.sort(key=lambda i: -_effort(self.requests[i].policy))  # what takes long must not begin last
             from sim.sweeps.execute import stopping
 
@@ -288,7 +297,11 @@ class _Work:
                         self.notes.append(f"{self.requests[todo[position]].label}: ran in this process: {why}")
                     else:
                         self.note(todo[position], answer)
-        for i in self.open:
+        self.answer(self.open)
+
+    def answer(self, positions: Iterable[int]) -> None:
+        """Answer in this process."""
+        for i in positions:
             self.note(i, answer_to(self.requests[i].label, self.requests[i].policy, self.setting))
 
     def note(self, i: int, answer: Answer) -> None:

@@ -33,6 +33,7 @@ from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.iterations import run_iteration
 from sim.layout import Layout, lay_out
+from sim.limits import calling
 from sim.log import STALLS, WHY, EventLog
 from sim.plan import Plan, Problem, Run
 from sim.policies import label, load
@@ -342,7 +343,8 @@ def reference_for(
 
     @cache
     def plans(each: Trace) -> Mapping[str, Plan]:
-        return policy.unlimited(problem_for(each, ample))
+        with calling(label(policy)):
+            return policy.unlimited(problem_for(each, ample))
 
     def log_of(name: str) -> EventLog:
         return _last_log(traces, ample, lambda each: plans(each).get(name) or Plan(each))
@@ -418,17 +420,19 @@ def simulate(
         plan = None
         started = time.perf_counter()
         try:
-            plan = chosen.plan(
-                problem_for(
-                    current, limited, seed=seed, history=history, recompute_limit=recompute_limit, evaluated=evaluated
-                )
+            problem = problem_for(
+                current, limited, seed=seed, history=history, recompute_limit=recompute_limit, evaluated=evaluated
             )
-            plan_s += time.perf_counter() - started
-            if not isinstance(plan, Plan):
-                kind = "None" if plan is None else f"a {type(plan).__name__}"
-                raise PolicyFailed(f"policy {name!r}: plan() returned {kind}, expected a Plan")
-            known = evaluated.run_of(plan) if last else None  # the replay at the end of a run is that of `evaluate`
-            run = known or run_iteration(current, plan, limited, history, last=last, recompute_limit=recompute_limit)
+            with calling(name):
+                plan = chosen.plan(problem)
+                plan_s += time.perf_counter() - started
+                if not isinstance(plan, Plan):
+                    kind = "None" if plan is None else f"a {type(plan).__name__}"
+                    raise PolicyFailed(f"policy {name!r}: plan() returned {kind}, expected a Plan")
+                known = evaluated.run_of(plan) if last else None  # the replay at the end of a run is that of `evaluate`
+                run = known or run_iteration(
+                    current, plan, limited, history, last=last, recompute_limit=recompute_limit
+                )
             history = (*history, run)
         except Infeasible as error:
             error.plan = plan

@@ -18,7 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sim.experiment import reference_for
-from sim.policies import admit_source, executed_source, load, policy_files
+from sim.limits import usually_limited
+from sim.policies import admit_source, executed_source, is_shipped, load, policy_files
 from sim.policies.base import Policy
 from sim.rows import Answer, Setting, answer, failed
 
@@ -36,6 +37,11 @@ class Request:
     given: str | Policy
     parameters: Mapping[str, Any]
     policy: Policy
+
+    @property
+    def may_stick(self) -> bool:
+        """Whether its code is not of this program, so that it may never end, and another process can load it."""
+        return isinstance(self.given, str) and not is_shipped(self.given)
 
 
 def answers(requests: Sequence[Request], setting: Setting, jobs: int) -> Iterator[tuple[int, Answer | None, str]]:
@@ -87,7 +93,8 @@ class Bench:
             label, given, parameters, sources = pickle.loads((folder / f"request-{i}").read_bytes())
             for path, source in sources.items():
                 admit_source(Path(path), source)
-            policy = load(given, **parameters)
+            with usually_limited(setting.time_limit_s):
+                policy = load(given, **parameters)
         except Exception as error:
             return {"why": _line(error)}
         was_on = gc.isenabled()

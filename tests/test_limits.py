@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import resource
 import signal
+import subprocess
+import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sim import compare, load_profile, simulate
 from sim.errors import IllegalPlan
-from sim.limits import TooLong, limited, limited_again
+from sim.limits import AGAIN_S, TooLong, limited, limited_again
 from sim.plan import Drop, Plan
 from sim.policies.base import Policy
 from workloads import transformer
 
+ROOT = Path(__file__).resolve().parent.parent
 TINY = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 16, "n_positions": 8}
 TRACE, MACHINE = transformer(TINY, batch=1, sequence=8), load_profile("p100")
 
@@ -43,15 +49,25 @@ class Endless(Policy):
         return Plan(problem.trace, (Drop(0, after=0) for _ in itertools.count()))
 
 
-@pytest.mark.slow  # in a process of many tests a timer of others ends them
-def test_a_comparison_goes_on_after_a_policy_that_never_answers():
+def alone(claim):
+    """Check a claim in a fresh process: in one of many tests, what others have left takes processor time, too."""
+    code = f"from tests.test_limits import {claim.__name__} as claim; claim()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def goes_on_after_a_policy_that_never_answers():
     found = compare(TRACE, MACHINE, [Loops, "keep_all", Endless], time_limit_s=1, bound=False)
     loops, kept, endless = found.rows
     assert kept["fits"]
     assert loops["fits"] is None
-    assert "no answer after 1 s of processor time; --time-limit allows more" in loops["error"]
+    assert re.search(r"no answer after .*; --time-limit allows more", loops["error"])
     assert "a plan of more than 16,450 actions for 129 ops" in endless["error"]
     assert "--most-actions allows more" in endless["error"]
+
+
+def test_a_comparison_goes_on_after_a_policy_that_never_answers():
+    alone(goes_on_after_a_policy_that_never_answers)
 
 
 def test_as_many_actions_as_asked_for_are_allowed():
@@ -109,10 +125,9 @@ def busy(seconds):
         sum(range(100))
 
 
-@pytest.mark.slow  # in a process of many tests a timer of others ends them
-def test_one_limit_in_another_has_time_of_its_own_and_takes_none():
+def has_time_of_its_own_and_takes_none():
     before = resource.getrlimit(resource.RLIMIT_CPU)
-    with pytest.raises(TooLong), limited(0.75):  # noqa: PT012 -- a pass of the collector over what tests have left can take 0.1 s
+    with pytest.raises(TooLong), limited(0.75):  # noqa: PT012
         for _ in range(3):
             with limited_again():
                 busy(0.5)
@@ -123,6 +138,11 @@ def test_one_limit_in_another_has_time_of_its_own_and_takes_none():
     with limited_again():  # nothing limits it
         busy(0.01)
     assert resource.getrlimit(resource.RLIMIT_CPU) == before
+
+
+@pytest.mark.slow  # seconds of processor time
+def test_one_limit_in_another_has_time_of_its_own_and_takes_none():
+    alone(has_time_of_its_own_and_takes_none)
 
 
 def test_who_swallows_the_interruption_has_had_no_answer():
@@ -141,3 +161,19 @@ def test_the_kernels_limit_is_put_off_by_what_an_inner_one_takes():
             assert 101 <= left() <= 102
             busy(1.1)
         assert 99.8 <= left() <= 101
+
+
+def test_an_interruption_while_a_limit_begins_or_ends_waits():
+    inside, machinery = sys._getframe(), SimpleNamespace(f_code=contextmanager.__code__)
+    with pytest.raises(TooLong), limited(0.01):  # noqa: PT012
+        interrupt = signal.getsignal(signal.SIGPROF)
+        with suppress(TooLong):
+            busy(5)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+        busy(AGAIN_S)
+        interrupt(signal.SIGPROF, machinery)  # an exception would pass by what puts the timers back
+        with pytest.raises(TooLong):
+            interrupt(signal.SIGPROF, inside)
+        interrupt(signal.SIGALRM, inside)  # so soon it would hit what deals with the other
+    interrupt(signal.SIGPROF, inside)  # it is over

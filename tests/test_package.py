@@ -55,4 +55,4 @@ def test_the_wheel_works_from_another_folder(wheel, tmp_path):
 def test_the_command_is_declared(wheel):
     archive = zipfile.ZipFile(wheel)
     (entry,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
-    assert "tiersim = sim.cli:main" in archive.read(entry).decode()
+    assert "tiersim = sim.cli:program" in archive.read(entry).decode()

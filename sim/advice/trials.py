@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from sim.advice.bench import Bench
 from sim.advice.question import OPEN, Question
 from sim.limits import TooLong, limited
+from sim.policies import is_shipped
 from sim.sweeps.cell import Outcome
 from sim.sweeps.execute import Job, timed_out
 from sim.sweeps.pool import FEW, Local, usable_cpus
@@ -39,11 +40,11 @@ BOUND: Mapping[str, Any] = MappingProxyType({"bound": True})
 
 
 class Planned(NamedTuple):
-    """A cell, further keys of its row, and whether its trace is small."""
+    """A cell, further keys of its row, and whether this process may run it: of a small trace, by a shipped policy."""
 
     cell: Cell
     tags: Mapping[str, Any]
-    is_small: bool
+    may_run_here: bool
 
 
 class Trials:
@@ -143,7 +144,8 @@ class Trials:
             for cell in question.cells(names, limit_s=limit) if names else ():
                 id = f"{cell.id} with {', '.join(task)}" if apart else cell.id
                 changed = replace(cell, id=id, task={**cell.task, **task, "id": id}) if task else cell
-                cells[id] = Planned(changed, tags, question.ops <= SMALL)
+                may_run_here = question.ops <= SMALL and is_shipped(str(cell.task["policy"]))
+                cells[id] = Planned(changed, tags, may_run_here)
         return cells
 
     def _each(self, cells: Mapping[str, Planned], wanted: Callable[[Mapping[str, Any]], bool]) -> Iterator[Row]:
@@ -182,7 +184,7 @@ class Trials:
     ) -> Generator[tuple[str, Outcome], None, None]:
         """The outcomes of cells that are wanted: a few of small traces from this process, others from a pool."""
         jobs = [Job(each.cell.task, each.cell.group) for each in cells]
-        if self._pool is None and all(each.is_small for each in cells) and (self._jobs == 1 or len(jobs) <= FEW):
+        if self._pool is None and all(each.may_run_here for each in cells) and (self._jobs == 1 or len(jobs) <= FEW):
             yield from ((job.id, self._here(job)) for job in jobs if wanted(job))
             return
         self._pool = self._pool or Local(self._jobs, bench=BENCH, keeps=True)

@@ -28,7 +28,8 @@ from sim.commands.options import (
     say,
     workload,
 )
-from sim.commands.runs import POLICIES
+from sim.commands.runs import POLICIES, TIME_LIMIT
+from sim.limits import calling
 
 GOAL = Option("goal", Annotated[str, typer.Option(help="{goals}")], "throughput")
 SECONDS = Option("seconds", Annotated[float, typer.Option(help="wall-clock time of the search")], 60.0)
@@ -105,7 +106,7 @@ def advise(ctx: typer.Context, **options: Any) -> None:
         raise typer.Exit(1)
 
 
-@takes(PROFILE, POLICY, MODEL, *AXES[1:], BUDGET, SET, PARAM, SEED, JSON)
+@takes(PROFILE, POLICY, MODEL, *AXES[1:], BUDGET, SET, PARAM, SEED, TIME_LIMIT, JSON)
 def largest_batch(ctx: typer.Context, **options: Any) -> None:
     """Find the largest batch that a policy fits, and its time.
 
@@ -132,7 +133,7 @@ def largest_batch(ctx: typer.Context, **options: Any) -> None:
     _answer(options, found, lambda one: -one.figures["batch"])
 
 
-@takes(PROFILE, POLICY, MODEL, TRACE, *AXES, SET, PARAM, SEED, JSON)
+@takes(PROFILE, POLICY, MODEL, TRACE, *AXES, SET, PARAM, SEED, TIME_LIMIT, JSON)
 def smallest_budget(ctx: typer.Context, **options: Any) -> None:
     """Find the smallest memory that a policy fits.
 
@@ -226,15 +227,16 @@ class Found(NamedTuple):
 
 def _answer(options: Mapping[str, Any], search: Callable[[str], Found], order: Callable[[Found], int]) -> None:
     """Print what was found for each policy, the best first, and why one can't run. Exits with 1 where nothing fits."""
-    from sim.errors import PolicyError
+    from sim.errors import PolicyError, PolicyFailed
     from sim.outputs import to_json
 
     names = names_of(options["policy"]) or []
     ran, refused = list[Found](), dict[str, str]()
     for name in names:
         try:
-            ran.append(search(name))
-        except PolicyError as error:
+            with calling(name):
+                ran.append(search(name))
+        except (PolicyError, PolicyFailed) as error:
             if len(names) == 1:
                 raise
             refused[name] = str(error)

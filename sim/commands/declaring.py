@@ -93,6 +93,15 @@ class Command(TyperCommand):
         ctx.meta[TYPED] = tuple(words)
         return super().parse_args(ctx, words)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; whatever it calls of a policy has the limits that were given, or the usual ones."""
+        from sim.limits import RUN_SECONDS, usually_limited
+
+        seconds, actions = ctx.params.get("time_limit", RUN_SECONDS), ctx.params.get("most_actions")
+        more = "--time-limit allows more" if "time_limit" in ctx.params else ""
+        with usually_limited(seconds, actions=actions, more=more):
+            return super().invoke(ctx)
+
 
 FORMATS = ("png", "svg", "pdf")
 """Formats of figures; the first is the default."""

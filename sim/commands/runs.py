@@ -34,7 +34,7 @@ from sim.commands.options import (
     say,
 )
 from sim.commands.progress import told
-from sim.limits import RUN_SECONDS, SECONDS, limited
+from sim.limits import RUN_SECONDS, SECONDS, calling
 
 if TYPE_CHECKING:
     from sim.comparison import Comparison
@@ -133,8 +133,9 @@ def run(ctx: typer.Context, **options: Any) -> None:
     how: dict[str, Any] = {"budget": limit, "seed": options["seed"], "iterations": options["iterations"]}
     how |= limit_of(options["recompute_limit"])
     try:
-        with limited(options["time_limit"], actions=options["most_actions"]):
+        with calling(policy):
             result = simulate(work, platform, policy, **how, **given)
+            result.summary()  # asks the policy, too, and must not do so when half of the folder has been written
     except (Infeasible, Deadlock) as error:
         if folder and (attempt := getattr(error, "attempt", None)) is not None:
             for path in write_run(attempt, folder, about=about_run(options, platform, work, [policy])):

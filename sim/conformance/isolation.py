@@ -18,7 +18,7 @@ from sim.conformance.across_processes import alone
 from sim.conformance.memory import check_outcome
 from sim.conformance.suite import Broken, Report, check_policy, sentence
 from sim.errors import PolicyError, PolicyFailed, TiersimError
-from sim.limits import BUSY, SECONDS, STUCK, limit_space
+from sim.limits import BUSY, SECONDS, STUCK_BY, limit_space
 from sim.policies import load
 
 START_S = 60.0
@@ -68,7 +68,7 @@ def checked(
         raise {"PolicyError": PolicyError}.get(answer["error"], PolicyFailed)(answer["text"])
     if not isinstance(answer, dict):
         text = f"the process that checks it ends without a report (exit status {process.returncode})"
-        if process.returncode == STUCK:
+        if process.returncode in STUCK_BY:
             text = "it takes no interruption: its process was ended after its limit of time; --time-limit allows more"
         if answer is SILENT:
             text = f"nothing was heard of it for {silence_s:g} s, and it could not be stopped from within"

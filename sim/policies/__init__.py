@@ -22,7 +22,8 @@ from typing import Any
 
 from sim.declared import allows_tuples, declarations
 from sim.deprecation import present_names
-from sim.errors import PolicyError, TiersimError, near
+from sim.errors import PolicyError, PolicyFailed, TiersimError, near
+from sim.limits import calling
 from sim.policies.base import Policy, label
 from sim.policies.composition import Composition
 from sim.policies.composition.ownership import Part
@@ -33,6 +34,7 @@ __all__ = [
     "admit_source",
     "executed_source",
     "family",
+    "is_shipped",
     "label",
     "load",
     "names",
@@ -76,6 +78,11 @@ def family(name: str) -> str:
         return "composition"
     name = parts[0].name
     return _own().get(name, "file" if _is_file(name) else "registered")
+
+
+def is_shipped(name: str) -> bool:
+    """Whether a policy, as it is written, has no code but that of this program."""
+    return all(part.name in _own() for part in written(name))
 
 
 def policy_file(name: str) -> Path | None:
@@ -164,7 +171,8 @@ def _loaded(name: str | type[Policy], parameters: Mapping[str, Any]) -> Policy:
         found, called = policy_class(name), name
     given = _known(found, called, parameters)
     try:
-        return found(**given)
+        with calling(called):
+            return found(**given)
     except (TypeError, ValueError) as error:
         raise PolicyError(f"policy {called!r}: {error}") from None
     except TiersimError:
@@ -248,10 +256,11 @@ def _from_file(name: str) -> type[Policy]:
         try:
             # read once, and not by the loader, which would take a compiled file that lies beside it instead
             source = _executed[key] = _admitted[key] if key in _admitted else path.read_bytes()
-            exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+            with calling(name):
+                exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
         except BaseException as error:
             del sys.modules[key]
-            if type(error) is KeyboardInterrupt:  # a person's
+            if type(error) in (KeyboardInterrupt, PolicyFailed):  # a person's, or of a limit
                 raise
             raise PolicyError(f"policy {name!r}: {path_text}: {_line(error)}") from error
     if not class_name:

@@ -40,7 +40,7 @@ from sim.errors import (
 from sim.experiment import Result, reference_for, reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.least_time import LowerBound, lower_bound
-from sim.limits import CELL_SECONDS, limited
+from sim.limits import CELL_SECONDS, TooLong, limited
 from sim.log import EventLog
 from sim.policies import load
 from sim.policies.base import Policy
@@ -87,6 +87,8 @@ class Bench:
             with limited(limit, more="time_limit in the study allows more"):
                 row, ran = self._answer(task)
             row = _plain(row)
+        except TooLong as error:
+            row, ran = {"status": "timed_out", "fits": None, "error": str(error)}, {"time_limit_s": limit}
         finally:
             if was_on:
                 gc.enable()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from sim.errors import TiersimError
+from sim.limits import CELL_SECONDS
 from sim.sweeps.cell import Bench, Outcome
 
 T = TypeVar("T")
@@ -73,6 +74,13 @@ def killed(how: str) -> Outcome:
     """The outcome of a cell that has killed its process `TRIES` times."""
     row = {"status": "killed", "fits": None, "error": "the process that ran it died each time it was tried"}
     return {"row": row, "ran": {"how": how}}
+
+
+def stuck(job: Job) -> Outcome:
+    """The outcome of a cell whose policy took no interruption, so that its process was ended."""
+    error = "its policy took no interruption after its limit of time, and its process was ended"
+    limit = CELL_SECONDS if job.limit_s is None else job.limit_s
+    return {"row": {"status": "timed_out", "fits": None, "error": error}, "ran": {"time_limit_s": limit}}
 
 
 def timed_out(limit_s: float) -> Outcome:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from sim.errors import TiersimError
 from sim.sweeps.cell import Outcome
-from sim.sweeps.execute import TRIES, Executor, Inline, Job, killed, timed_out
+from sim.sweeps.execute import TRIES, Executor, Inline, Job, killed, stuck, timed_out
 from sim.sweeps.identity import sources_stamp
 from sim.sweeps.process import BENCH, CHANGED, Worker
 
@@ -179,7 +179,9 @@ class _Pool:
             if self.stillborn >= STILLBORN:
                 raise TiersimError(f"workers do not start: {worker.how()}")
         job = worker.job
-        if job is not None:
+        if job is not None and worker.is_stuck:
+            yield job.id, stuck(job)
+        elif job is not None:
             self.deaths[job.id] = self.deaths.get(job.id, 0) + 1
             if self.deaths[job.id] < TRIES:
                 self.suspects.append(job)
@@ -219,10 +221,10 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def executor_for(jobs: int | None, cells: int, limited: bool) -> Executor:
+def executor_for(jobs: int | None, cells: int, apart: bool) -> Executor:
     """This process for few cells or one job, else a pool of `jobs` processes, by default one per processor.
 
-    limited: whether the cells have a time limit, which only a separate process can enforce.
+    apart: whether the cells need a process that can be ended: to enforce a time limit, or for policies of others.
     """
     count = (1 if cells <= FEW else usable_cpus()) if jobs is None else jobs
-    return Inline() if count == 1 and not limited else Local(count)
+    return Inline() if count == 1 and not apart else Local(count)

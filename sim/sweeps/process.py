@@ -13,8 +13,9 @@ import time
 from typing import IO
 
 from sim.errors import TiersimError
+from sim.limits import STUCK_BY
 from sim.sweeps.cell import Outcome
-from sim.sweeps.execute import Job, timed_out
+from sim.sweeps.execute import Job, stuck, timed_out
 
 CHANGED = "the program was changed while the sweep ran; continue with --resume"
 BENCH = "sim.sweeps.cell:Bench"
@@ -99,6 +100,10 @@ class Worker:
             self.close()
             assert job.limit_s is not None
             return timed_out(job.limit_s)
+        except Died:
+            if self.is_stuck:
+                return stuck(job)
+            raise
         self.job = None
         return outcome
 
@@ -124,6 +129,11 @@ class Worker:
             if end is not None:
                 with contextlib.suppress(OSError):  # data that it has not read
                     end.close()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it ended because its policy took no interruption: again it would, too."""
+        return self.process.returncode in STUCK_BY
 
     def how(self) -> str:
         """How it ended."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.errors import TiersimError
 from sim.foreign import Named, model_files, policy_files, profile_files, sums_of, trace_files
+from sim.policies import is_shipped
 from sim.sweeps.cell import STATUSES
 from sim.sweeps.execute import Executor, Job, stopping
 from sim.sweeps.frame import frame
@@ -179,7 +180,8 @@ def _run(
     known = writer.begin(study.raw, listed, time_limit_s=limit, files=sums_of(_files(cells))) if writer else {}
     records: dict[str, Mapping[str, Any]] = {cell.id: known[cell.id] for cell in cells if cell.id in known}
     todo = {cell.id: cell for cell in cells if cell.id not in records}
-    chosen = executor or executor_for(jobs, len(todo), limit is not None)
+    names = {cell.task["policy"] for cell in todo.values()}
+    chosen = executor or executor_for(jobs, len(todo), limit is not None or not all(map(is_shipped, names)))
     progress = Progress(len(cells), len(records))
     progress._left.update(str(cell.labels["policy"]) for cell in todo.values())
     where = {"host": platform.node(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}

@@ -23,7 +23,10 @@ def main(idle_s: float | None, bench: str) -> None:
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(tasks,), daemon=True).start()
 
+    from sim.limits import end_where_stuck
     from sim.sweeps.identity import sources_stamp
+
+    end_where_stuck(tells=False)
 
     module, _, name = bench.partition(":")
     runs = getattr(import_module(module), name)()
