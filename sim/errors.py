@@ -218,10 +218,12 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("float32", "float", "single"), ("fp32",)),
     **dict.fromkeys(("none", "baseline", "nothing", "no_policy"), ("keep_all",)),
     **dict.fromkeys(
-        ("checkpoint", "checkpoints", "checkpointing", "recomputation", "remat", "rematerialization", "ckpt"),
+        (
+            *("checkpoint", "checkpoints", "checkpointing", "recompute", "recomputation", "remat", "rematerialization"),
+            *("ckpt", "gradient_checkpointing", "activation_checkpointing", "recompute_activations"),
+        ),
         ("full_recompute", "selective_recompute"),
     ),
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), ("full_recompute", "selective_recompute")),
     **dict.fromkeys(("offload", "offloading", "cpu_offload"), ("offload_activations", "zero_offload")),
     **dict.fromkeys(("nvme", "nvme_offload", "ssd_offload"), ("zero_infinity",)),
     **dict.fromkeys(("deepspeed", "zero"), ("zero_offload", "zero_infinity")),
@@ -244,7 +246,14 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("config", "workload", "network"), ("model",)),
     "platform": ("profile",),
     **dict.fromkeys(("gpus", "num-gpus", "n-gpus", "ngpus", "nproc-per-node", "world-size"), ("devices",)),
-    **dict.fromkeys(("memory", "capacity"), ("budget",)),
+    **dict.fromkeys(("memory", "capacity", "mem", "memory-limit", "max-memory", "vram", "ram"), ("budget",)),
+    **dict.fromkeys(("workers", "num-workers", "n-jobs", "threads", "processes"), ("jobs",)),
+    **dict.fromkeys(("steps", "num-steps", "max-steps", "epochs"), ("iterations",)),
+    "b": ("batch",),
+    "m": ("model",),
+    "s": ("seq",),
+    "j": ("jobs",),
+    "v": ("version",),
     **dict.fromkeys(("dtype", "amp"), ("precision",)),
 }
 """What other tools call things, and what they are called here; it counts where such a name is among the valid ones."""
@@ -273,7 +282,8 @@ def nearest(wrong: str, valid: Iterable[str], order: Callable[[str], Any] | None
     for text in dict.fromkeys((wrong, bare)):
         whole = rf"{re.escape(text)}(?![^\W_])"
         any_ending = rf"{re.escape(text)}(?!\d)" if text[-1].isdigit() else re.escape(text)
-        for pattern in (whole, any_ending, rf".*[\W_]{whole}") if len(text) > 1 else ():
+        generations = whole if text[-1].isdigit() else rf"{whole}|{re.escape(text)}\d"  # "llama": llama-1b, llama2-7b
+        for pattern in (generations, any_ending, rf".*[\W_]{whole}") if len(text) > 1 else ():
             if found := [choice for choice in choices if re.match(pattern, folded[choice])]:
                 return sorted(found, key=order)[:NEAREST]
     named = {text: choice for choice, text in folded.items() if not _renumbered(wrong, text)}

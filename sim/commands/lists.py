@@ -6,13 +6,19 @@ from typing import Annotated
 
 import typer
 
-from sim.commands.options import (
-    Json,
-)
+from sim.commands.mistakes import ALL
+from sim.commands.options import Json
+
+
+def _one(ctx: typer.Context, name: str | None) -> str | None:
+    """A name that may be given. Raises BadParameter for a word that asks for all."""
+    if name in ALL:
+        raise typer.BadParameter(f"{name!r}: `tiersim {ctx.info_name}` alone lists all")
+    return name
 
 
 def profiles(
-    name: Annotated[str | None, typer.Argument(help="a profile's name or file")] = None,
+    name: Annotated[str | None, typer.Argument(help="a profile's name or file", callback=_one)] = None,
     toml: Annotated[bool, typer.Option("--toml", help="print the file, as a start for one's own")] = False,
     json: Json = False,
 ) -> None:
@@ -31,7 +37,7 @@ def profiles(
 
 
 def policies(
-    name: Annotated[str | None, typer.Argument(help="a policy's name")] = None,
+    name: Annotated[str | None, typer.Argument(help="a policy's name", callback=_one)] = None,
     new: Annotated[str | None, typer.Option(help="write a policy of that name and its test here")] = None,
     kind: Annotated[
         str, typer.Option(help="with --new: recompute, offload, or online, which evicts under pressure")
@@ -65,7 +71,7 @@ def policies(
 
 
 def models(
-    name: Annotated[str | None, typer.Argument(help="a model's name")] = None,
+    name: Annotated[str | None, typer.Argument(help="a model's name", callback=_one)] = None,
     json: Json = False,
 ) -> None:
     """List the models, or print one.

@@ -16,6 +16,21 @@ from sim.commands.declaring import REGISTRIES, TYPED, filled
 LOOKED_FOR = {"largest-batch": "batch", "smallest-budget": "budget"}
 """What a command finds itself, so that it has no option for it."""
 
+ALL = ("list", "ls", "all")
+"""Words that ask for all that there is."""
+
+LISTS = {"profiles": "profile", "policies": "policy", "models": "model"}
+"""Commands that list all without a word, and what they print one of."""
+
+UNIT = r"(?i)[kmgt]?i?b(/s)?|[mun]?s|min|%"
+"""What stands behind a number and belongs to it."""
+
+MOST_OTHERS = 4
+"""Of other commands that have an option so many are named."""
+
+OUTPUT = ("csv", "format", "output-format", "excel", "top")
+"""What other tools have for the form of their output."""
+
 FILES = {".jsonl": "trace", ".et": "trace", ".toml": "profile", ".json": "model"}
 """Files by their ending, and the options that take them."""
 
@@ -31,6 +46,8 @@ def explained(error: typer.TyperException) -> str:
     if said.startswith("No such command"):
         return said.removesuffix(".") + _nearest_command(context)
     missing = getattr(error, "param", None) if said.startswith("Missing") else None
+    if hint := _in_parts(context):
+        return hint
     if missing is None and not said.startswith("Got unexpected extra argument"):
         return said
     if missing is not None and getattr(missing, "help", None):
@@ -39,7 +56,7 @@ def explained(error: typer.TyperException) -> str:
     places = [place for word in stray if (place := _place(word, stray, context))]
     found = "; ".join(dict.fromkeys(f"{text}: {' '.join(words)}" for _, text, words in places))
     if not found:
-        return said
+        return said if missing else said + _too_many(stray, context)
     return found if missing is None or missing.name in {param.name for param, *_ in places} else f"{said}. {found}"
 
 
@@ -49,7 +66,12 @@ def _nearest_command(context: Any) -> str:
 
     word, commands = context.meta[TYPED][0], context.command.commands
     group = f"tiersim {context.info_name}" if context.parent else "tiersim"
+    if word in ALL and "list" not in commands and not context.parent:
+        return f". {_lists(commands)}"
     inside = {name: command.commands for name, command in commands.items() if hasattr(command, "commands")}
+    for first, second in zip(parts := re.split("[-_]", word), parts[::-1]):  # "show-trace"
+        if len(parts) == 2 and second in inside.get(first, ()):
+            return f". Did you mean `tiersim {first} {second}`?"
     if whole := [f"`tiersim {name} {word}`" for name, own in inside.items() if word in own]:
         return f". Did you mean {' or '.join(whole)}?"
     if f"--{word}" in {name for param in context.command.params for name in param.opts}:
@@ -59,6 +81,12 @@ def _nearest_command(context: Any) -> str:
     if "show" in commands and (Path(word).suffix or os.path.exists(word)):
         return f". Did you mean `{group} show {shlex.quote(word)}`?"
     return f". `{group} --help` lists all."
+
+
+def _lists(commands: Any) -> str:
+    """The commands that list what there is."""
+    found = [f"`tiersim {name}`" for name in LISTS if name in commands]
+    return f"{', '.join(found)} list what there is, `tiersim results list` what sweeps have left"
 
 
 # ---- words without an option ---------------------------------------------------------------------
@@ -89,6 +117,47 @@ def _place(word: str, stray: list[str], context: Any) -> tuple[Any, str, list[st
         if param.name == "param" and re.fullmatch(r"\w+=.+", word):
             return param, f"{word!r} is a parameter of a policy", ["-p", shlex.quote(word)]
     return None
+
+
+def _in_parts(context: Any) -> str:
+    """How a value is given that was typed as two words, or several values as several; "" where none was."""
+    words = list(context.meta[TYPED])
+    options = {name: param for param in context.command.params for name in param.opts if name.startswith("-")}
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        rest = words[i + 1 :] if equals else words[i + 2 :]
+        value = value if equals else "".join(words[i + 1 : i + 2])
+        if name not in options or getattr(options[name], "is_flag", False):
+            continue
+        following = rest[0] if rest else ""
+        if re.search(r"(^|=)[\d.]+$", value) and re.fullmatch(UNIT, following):
+            return f"{value} {following} is one value: {name} {shlex.quote(f'{value} {following}')}"
+        several = f"{value} {following}" if re.fullmatch(r"\d+", following) else value
+        if re.fullmatch(r"\d+([, ]\d+)+", several) and _takes_number(options[name], context):
+            return f"{name} {several}: expected one number; `tiersim sweep` takes several"
+    return ""
+
+
+def _takes_number(param: Any, context: Any) -> bool:
+    try:
+        return isinstance(param.process_value(context, "1"), int)
+    except typer.BadParameter:
+        return False
+
+
+def _too_many(stray: list[str], context: Any) -> str:
+    """What to do about words that a command has no place for; "" where that is not known."""
+    arguments = [param.name for param in context.command.params if param.param_type_name == "argument"]
+    if len(arguments) == 1:
+        return f": `tiersim {context.info_name}` takes one {LISTS.get(context.info_name, arguments[0])}"
+    compare = context.find_root().command.commands.get("compare")
+    if compare is None or context.command is compare:
+        return ""
+    for word in stray:
+        for param in compare.params:
+            if word in set(_names(param)):
+                return f": `tiersim compare` takes {_option(param)} {shlex.quote(word)}"
+    return ""
 
 
 def _option(param: Any) -> str:
@@ -129,7 +198,7 @@ def _value(param: Any, context: Any) -> str:
 
 def _unknown_option(error: Any, context: Any) -> str:
     """The message for an option that there is not: how its value is given, or the nearest options."""
-    from sim.errors import nearest
+    from sim.errors import ELSEWHERE, nearest
 
     params = [param for param in context.command.params if param.param_type_name == "option"]
     options = {name.lstrip("-"): param for param in params for name in param.opts}
@@ -140,9 +209,14 @@ def _unknown_option(error: Any, context: Any) -> str:
     bare, command = wrong.lstrip("-"), str(context.info_name)
     looked_for = LOOKED_FOR.get(command)
     close = nearest(bare, [*options, *([looked_for] if looked_for else [])])
-    if looked_for in close:
+    if looked_for in (*close, bare.removesuffix("s"), bare.removesuffix("es")):
         return f"{wrong}: this is what {command} looks for; `tiersim advise` takes one"
     said = f"No such option: {wrong}"
+    if bare in ALL and (listing := _listing(context)):
+        return f"{said} ({listing})"
+    arguments = {param.name for param in context.command.params if param.param_type_name == "argument"}
+    if bare in arguments:
+        return f"{said} (given without its name: tiersim {command} {shlex.quote(value) if value else '…'})"
     if hint := _parameter(bare, value, context):
         return f"{said} ({hint})"
     if bare not in close and (place := _place(bare, [bare], context)):
@@ -150,8 +224,39 @@ def _unknown_option(error: Any, context: Any) -> str:
     place = _place(value, [value], context) if value else None
     if place and value in _names(place[0]) and not any(value in _names(options[name]) for name in close):
         return f"{said} ({place[1]}: {' '.join(place[2])})"
-    names = sorted(written[name] for name in _taking(value, close, options, context))
-    return f"{said} (Possible options: {', '.join(names)})" if names else said
+    if bare in OUTPUT and "out" in options:
+        return f"{said} (all is printed: --json for programs; -o DIR writes tables and figures)"
+    if known := [name for name in ELSEWHERE.get(bare.replace("-", "_"), ()) if name in _policies(context)]:
+        return f"{said} (policies do that: {' or '.join(known)})"
+    if names := sorted(written[name] for name in _taking(value, close, options, context)):
+        return f"{said} (Possible options: {', '.join(names)})"
+    others = _others_with(bare, context)
+    return f"{said} (an option of {', '.join(others)})" if others else said
+
+
+def _listing(context: Any) -> str:
+    """How a command, or a group of them, lists all; "" where it has nothing to list."""
+    if context.info_name in LISTS:
+        return f"`tiersim {context.info_name}` alone lists all"
+    commands = getattr(context.command, "commands", {})
+    if "list" in commands:
+        return f"`tiersim {context.info_name} list`"
+    return _lists(commands) if commands and not context.parent else ""
+
+
+def _policies(context: Any) -> set[str]:
+    """The policies that an option of the command takes."""
+    return {name for param in context.command.params if param.name in ("policy", "policies") for name in _names(param)}
+
+
+def _others_with(bare: str, context: Any) -> list[str]:
+    """Other commands that have an option, as they are typed."""
+    found = []
+    for name, command in context.find_root().command.commands.items():
+        for inner, each in getattr(command, "commands", {"": command}).items():
+            if each is not context.command and any(f"--{bare}" in param.opts for param in each.params):
+                found.append(f"`tiersim {name}{' ' if inner else ''}{inner}`")
+    return found[:MOST_OTHERS]
 
 
 def _as_typed(name: str, context: Any) -> tuple[str, str]:

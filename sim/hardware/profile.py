@@ -159,6 +159,14 @@ def _set(label: str, raw: dict[str, Any], overrides: Mapping[str, str]) -> None:
         raise ProfileError(problems)
 
 
+def _with_figure(raw: Mapping[str, Any], figure: str) -> list[str]:
+    """The paths of a figure that several parts have: those of the first, a tier before an engine or a link."""
+    from sim.hardware.schema import PARTS
+
+    groups = [group for group in _GROUPS if figure in PARTS[group].FIGURES]
+    return [f"{group}.{name}.{figure}" for group in groups[:1] for name in raw.get(group, ())]
+
+
 def _set_one(raw: dict[str, Any], path: list[str], value: Any) -> str:
     """Change one figure. Returns what is wrong with the path, "" for nothing."""
     from sim.hardware.schema import PARTS, ProfileFile, keys
@@ -168,7 +176,8 @@ def _set_one(raw: dict[str, Any], path: list[str], value: Any) -> str:
         inside = [f"{table}.{'.'.join(path)}" for table in _GROUPS if group in raw.get(table, ())]
         if inside:
             return f"there is no key {group!r} (did you mean {inside[0]!r}?)"
-        return f"there is no key {group!r}{near(group, keys(ProfileFile))}"
+        owners = [] if rest else _with_figure(raw, group)
+        return f"there is no key {group!r}{near(group, owners or keys(ProfileFile))}"
     if group not in PARTS:
         if rest:
             return f"{group!r} has no keys of its own"
