@@ -158,9 +158,14 @@ class Result:
             return self
 
     @property
+    def _notes(self) -> Mapping[str, Any]:
+        """The notes of the plan; a policy's may be no mapping."""
+        return self.plan.notes if isinstance(self.plan.notes, Mapping) else {}
+
+    @property
     def bounds(self) -> tuple[str, ...]:
         """How near the run is to the least that its policy has proven: a line per figure of `PROVEN` with a proof."""
-        notes, lines = self.plan.notes, []
+        notes, lines = self._notes, []
         for key, (short, what, of) in PROVEN.items():
             bound, found = notes.get(key), of(self.log) if notes.get(key) else None
             if not bound or found is None or not self.log.complete:
@@ -174,12 +179,12 @@ class Result:
     @property
     def owned_parts(self) -> tuple[str, ...]:
         """A line for each part of a composition: what it owns."""
-        return tuple(self.plan.notes.get("owned", ()))
+        return tuple(self._notes.get("owned", ()))
 
     @property
     def idle_parts(self) -> tuple[str, ...]:
         """A line for each part of a composition that does nothing."""
-        return tuple(self.plan.notes.get("idle_parts", ()))
+        return tuple(self._notes.get("idle_parts", ()))
 
     def plot_memory(self, tier: str | None = None) -> Figure:
         """Figure of the bytes in use over time, of a tier or by default of the home tier; see `sim.report.plot`."""

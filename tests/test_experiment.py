@@ -50,6 +50,16 @@ class Misspelt(Policy):
         return Plan(problem.trace)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Noteless(Policy):
+    """Has notes that are no mapping."""
+
+    notes: object = None
+
+    def plan(self, problem):
+        return Plan(problem.trace, notes=self.notes)
+
+
 class Looks(Online):
     """Looks up what is not there."""
 
@@ -353,3 +363,9 @@ def test_a_run_that_waited_for_space_is_no_reference():
     assert experiment._as_unlimited([replace(run, log=replace(log, intervals=waited))]) is None
     assert experiment._as_unlimited([replace(run, log=replace(log, complete=False))]) is None
     assert experiment._as_unlimited([run, run]) is None
+
+
+@pytest.mark.parametrize("notes", [None, [1, 2], "text"])
+def test_notes_that_are_no_mapping_prove_and_own_nothing(notes):
+    result = simulate(TRACE, PLATFORM, Noteless(notes=notes))
+    assert (result.bounds, result.idle_parts, result.summary()["fits"]) == ((), (), True)

@@ -16,6 +16,12 @@ from sim.hardware.platform import Platform
 from sim.log import Ints
 from sim.plan import Action, Drop, Move, Plan, Recompute, Wait
 
+WHOLE = ("priority", "delay", "wire", "codec")
+"""Figures of a move."""
+
+MOST = 2**63
+"""What no figure reaches: the log has columns of 64 bits."""
+
 
 class Act(NamedTuple):
     """An action with ids.
@@ -214,6 +220,9 @@ class Resolved:
         if isinstance(action, Wait):
             return Act("wait", tensor)
         if isinstance(action, Move):
+            for name, value in zip(WHOLE, (action.priority, action.delay, action.wire or 0, action.codec or 1)):
+                if not isinstance(value, (int, np.integer)) or abs(int(value)) >= MOST:
+                    raise IllegalPlan(f"{action}: {name} is not a whole number of less than 64 bits")
             if action.wire is not None and action.wire < 0:
                 raise IllegalPlan(f"{action}: wire is negative")
             if action.codec is not None and action.codec < 1:

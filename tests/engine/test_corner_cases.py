@@ -45,6 +45,13 @@ def test_a_move_by_id_is_refused_like_one_by_name(name, to, wire, why):
         replay(Plan(three().build(), [Move(name, to, wire=wire, before=0)]), machine())
 
 
+@pytest.mark.parametrize("name", ["priority", "delay", "wire", "codec"])
+@pytest.mark.parametrize("value", ["high", 2**63, -(10**400), float("nan"), float("inf"), 0.5, [1]])
+def test_the_figures_of_a_move_are_whole_numbers_of_64_bits(name, value):
+    with pytest.raises(IllegalPlan, match=f"{name} is not a whole number of less than 64 bits"):
+        replay(Plan(three().build(), [Move("x", "host", before=0, **{name: value})]), machine())
+
+
 @pytest.mark.parametrize("answer", [Recompute("make"), Wait("y")])
 def test_only_drops_and_moves_answer_pressure(answer):
     class Answers(Online):
