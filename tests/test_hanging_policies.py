@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sim import compare, load_profile
+from sim import compare, limits, load_profile
 from sim.errors import PolicyFailed
 from sim.limits import STUCK, calling, limited, usually_limited
 from sim.sweeps import run_sweep
@@ -180,3 +180,13 @@ def test_only_calls_of_a_policy_have_the_usual_limit_and_one_inside_another_has_
             busy()
     with calling("p"):
         busy()
+
+
+def test_a_folder_that_asks_for_a_thousand_million_iterations_is_answered(folder, monkeypatch, capsys):
+    assert tiersim("run", *JOB, "-o", "out", capsys=capsys)[0] == 0
+    saved = json.loads(Path("out/summary.json").read_text())
+    saved["asked"]["iterations"] = 10**9
+    Path("out/summary.json").write_text(json.dumps(saved))
+    monkeypatch.setattr(limits, "RUN_SECONDS", 0.3)
+    code, out, err = tiersim("explain", "out", "--trust", capsys=capsys)
+    assert (code, out, err) == (1, "", "tiersim: policy 'keep_all': no answer after 0.3 s of processor time\n")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sim.commands.options import JSON, OUT, budget_of, files_of, job_of, limit_of, parameters
 from sim.commands.runs import COMPARED, LIMITS, RUN
 from sim.commands.saved import check_repeated
+from sim.limits import calling
 
 if TYPE_CHECKING:
     from sim.experiment import Result
@@ -85,16 +86,17 @@ def repeat(
 
     given = parameters(options["param"])
     try:
-        result = simulate(
-            trace,
-            platform,
-            policy,
-            budget=budget_of(options["budget"], trace, platform),
-            seed=options["seed"] or 0,
-            iterations=options["iterations"],
-            **limit_of(options["recompute_limit"]),
-            **given,
-        )
+        with calling(policy):
+            result = simulate(
+                trace,
+                platform,
+                policy,
+                budget=budget_of(options["budget"], trace, platform),
+                seed=options["seed"] or 0,
+                iterations=options["iterations"],
+                **limit_of(options["recompute_limit"]),
+                **given,
+            )
     except Infeasible as error:
         if error.attempt is None or saved.get("fits") is not False:
             raise
