@@ -23,7 +23,7 @@ LISTS = {"profiles": "profile", "policies": "policy", "models": "model"}
 """Commands that list all without a word, and what they print one of."""
 
 UNIT = r"(?i)[kmgt]?i?b(/s)?|[mun]?s|min|%"
-"""What stands behind a number and belongs to it."""
+"""What follows a number and belongs to it."""
 
 MOST_OTHERS = 4
 """Of other commands that have an option so many are named."""

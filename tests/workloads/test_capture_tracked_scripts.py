@@ -320,7 +320,7 @@ SCRIPTS = {
     "accumulation, compiled, scaled, fused, averaged": (ACCUMULATED, 4, {making.COMPILED}),
     "a policy and its target": (Q_LEARNING, 0, set()),  # two models of a class are no layers of one
     "a diffusion network with an average": (DIFFUSION, 4, {asked.OUTSIDE}),
-    "labels that are filled anew": (RELABELLED, None, set()),
+    "labels that are refilled": (RELABELLED, None, set()),
     "batches cut from an array": (FROM_ARRAYS, None, {asked.OUTSIDE}),
     "nodes split by masks": (SPLIT_NODES, None, {asked.OUTSIDE}),
     "images mixed by a module": (MIXED, None, {asked.MEAN}),
