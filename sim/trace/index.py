@@ -97,10 +97,15 @@ class TraceIndex:
         A value that an op in place overwrites may be recomputed just before it; but an overwritten input is lost.
         """
         last = dict.fromkeys(ops, len(self.reads))  # but for those that receive, or read what is overwritten
-        for op in sorted({*self.received, *(r for t in self.overwritten for r in self.trace.readers(t))} & last.keys()):
+        for op in sorted(op for op in last if op in self._losing):
             ends = [max(self.overwritten_at[t], last.get(self.producer[t], 0)) for t in self.reads[op]]
             last[op] = 0 if op in self.received else min(ends)
         return last
+
+    @cached_property
+    def _losing(self) -> set[int]:
+        """Ops that receive, or that read what is overwritten."""
+        return {*self.received, *(reader for t in self.overwritten for reader in self.trace.readers(t))}
 
     @cached_property
     def recomputable_from_inputs(self) -> list[int]:
