@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -270,7 +271,7 @@ def check_policy(
             broken.setdefault("repeats", []).append((case, text))
         differ = [text for text in (replaced(), *(answer.difference() for answer in there)) if text]
     except TooLong as error:
-        return _ended(name, seed, error, seen)
+        return _ended(name, seed, error, seen, broken)
     found = []
     for law, cases in broken.items():
         smallest, text = _smallest(drawn, CHECKS[law], policy, examples, seed, beat) or cases[0]
@@ -293,13 +294,26 @@ def check_policy(
     )
 
 
-def _ended(name: str, seed: int, error: Ended | TooLong, seen: Exercised | None = None) -> Report:
-    """The report of a check that could not go on. seen: of the examples before the one that was under way, if any."""
+def _ended(
+    name: str,
+    seed: int,
+    error: Ended | TooLong,
+    seen: Exercised | None = None,
+    before: Mapping[str, Sequence[tuple[Example, str]]] = MappingProxyType({}),
+) -> Report:
+    """The report of a check that could not go on.
+
+    seen: of the examples before the one that was under way, if any.
+    before: the laws that those broke, as `check_policy` keeps them; no example of them is made smaller.
+    """
     text = str(error) if isinstance(error, Ended) else f"TooLong: {error}"
-    broken = (Broken("outcome", sentence(check_outcome), 1, text),)
+    broken = [Broken("outcome", sentence(check_outcome), 1, text)]
+    broken += [
+        Broken(law, sentence(CHECKS[law]), len(cases), cases[0][1]) for law, cases in before.items() if law != "outcome"
+    ]
     if seen is None:
-        return Report(name, seed, examples=0, skipped=0, refused=0, broken=broken)
-    return Report(name, seed, seen.examples + 1, seen.skipped, seen.refused, seen.failed + 1, broken=broken)
+        return Report(name, seed, examples=0, skipped=0, refused=0, broken=tuple(broken))
+    return Report(name, seed, seen.examples + 1, seen.skipped, seen.refused, seen.failed + 1, broken=tuple(broken))
 
 
 def _broken_by(run: Replayed, beat: Callable[[], None]) -> Iterator[tuple[str, str]]:

@@ -400,7 +400,7 @@ def test_a_planted_fault_is_caught_by_its_law(fault: str, tmp_path: Path, monkey
     write_planted(fault, tmp_path)
     monkeypatch.chdir(tmp_path)
     name = "planted.py:Planted"
-    limit = 0.3 if fault in STOPPED else 60
+    limit = 0.3 if fault in STOPPED else 20
     elsewhere = law in ("repeats", "outcome") and fault not in WITHIN
     report = check_policy(
         load(name), examples=50, name=name, folder=tmp_path, across_processes=elsewhere, time_limit_s=limit
