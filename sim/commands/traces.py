@@ -48,11 +48,11 @@ def build(**options: Any) -> None:
 
 
 def show(path: Annotated[str, typer.Argument(help="trace file")], json: Json = False) -> None:
-    """Print what a trace file holds."""
+    """Print what a trace file holds, or what is read of one of another tool."""
     from sim.report.listings import trace_page
-    from sim.trace.io import load
+    from workloads import load_trace
 
-    print(trace_page(load(path), json))
+    print(trace_page(load_trace(path), json))
 
 
 def import_(

@@ -206,6 +206,17 @@ def test_backward_ops_read_what_their_forward_op_touched(tmp_path: Path) -> None
     assert set(backward.reads) == {trace.ops[2].writes[0], trace.ops[0].writes[0]}
 
 
+def test_a_small_product_is_an_op_and_the_copy_of_its_bias_writes_what_was_allocated_for_it(tmp_path: Path) -> None:
+    before = [call("aten::mul", 0, 5, **shapes([4, 4])), memory(1, 64, 1, 64)]
+    product = [call("aten::addmm", 10, 20, **shapes([4], [4, 4], [4, 4])), memory(11, 64, 2, 128)]
+    copied = call("aten::copy_", 12, 15, **shapes([4, 4], [4]))
+    trace = chrome(tmp_path, *before, *product, copied)
+    assert [op.name for op in trace.ops] == ["0.aten::mul", "1.aten::copy_", "2.aten::addmm"]
+    assert trace.ops[2].flops == 2 * 4 * 4 * 4
+    assert trace.ops[1].writes == (1,)
+    assert trace.tensors[1].replaces is None
+
+
 def step(number: int, start: float, span: float) -> dict[str, Any]:
     return {**call(f"ProfilerStep#{number}", start, span), "cat": "user_annotation"}
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workloads.importers.aten import is_silent
+from workloads.importers.aten import is_silent, kind_of
+from workloads.importers.optrace import PRODUCTS
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class Call:
     parent, root: positions of the enclosing call and of the outermost op, -1 for none.
     silent: it runs no kernel, nor do its calls.
     longest: ns of the longest op that it calls.
+    is_product: it computes a product, a convolution or attention itself, not through another op.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Call:
     root: int = -1
     silent: bool = False
     longest: int = 0
+    is_product: bool = False
 
 
 @dataclass(slots=True)
@@ -53,8 +56,9 @@ class Timeline:
     """Calls in order of start, and the ops found in them.
 
     A call that calls only silent ones (allocations, views) is one op, including their time. If a call has other calls,
-    the longest section of its own time is an op if it is longer than any of them; the rest of its own time is added to
-    the preceding op of the same outermost call, or to the next one.
+    the longest section of its own time is an op if it is longer than any of them, or computes a product (a small one
+    may take less time than the copy of its bias); the rest of its own time is added to the preceding op of the same
+    outermost call, or to the next one.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -68,7 +72,7 @@ class Timeline:
         busy: sorted times in ns; a silent outermost call is an op only if one of them falls into it.
         """
         line = cls(sorted(calls, key=lambda c: (c.start, -c.end)))
-        _nest(line.calls)
+        nest(line.calls)
         threads: dict[Any, list[int]] = {}
         for i, call in enumerate(line.calls):
             if call.is_op:
@@ -87,8 +91,8 @@ class Timeline:
         return names
 
 
-def _nest(calls: list[Call]) -> None:
-    """Set parents and mark silent calls; a call that outlasts its enclosing one is truncated."""
+def nest(calls: list[Call]) -> None:
+    """Set parents of calls in order of start, and mark silent ones; one that outlasts its enclosing one is truncated."""
     stacks: dict[Any, list[int]] = {}
     for i, call in enumerate(calls):
         stack = stacks.setdefault(call.thread, [])
@@ -101,9 +105,14 @@ def _nest(calls: list[Call]) -> None:
         call.root = above.root if above is not None and above.is_op else i
         call.silent = call.is_op and is_silent(call.name)
         stack.append(i)
-    for call in reversed(calls):  # children come after their parents
+    wraps = [False] * len(calls)
+    for i in reversed(range(len(calls))):  # children come after their parents
+        call = calls[i]
+        named = call.is_op and not call.silent and kind_of(call.name, "forward") in PRODUCTS
+        call.is_product = named and not wraps[i]
         if call.parent >= 0 and call.is_op:
             above = calls[call.parent]
+            wraps[call.parent] |= named or wraps[i]
             above.silent = above.silent and call.silent
             if not call.silent:
                 above.longest = max(above.longest, call.end - call.start, 1)
@@ -126,7 +135,7 @@ def _units(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[Uni
         ):
             best[part.call] = part
     for call, part in best.items():
-        part.is_unit = part.end - part.start > calls[call].longest
+        part.is_unit = calls[call].is_product or part.end - part.start > calls[call].longest
     units: list[Unit] = []
     waiting: _Section | None = None
     root, time_before, first = -1, 0, 0

@@ -1,9 +1,10 @@
 """PyTorch profiler traces: the Chrome JSON that `export_chrome_trace` writes, plain or gzipped.
 
 The format has calls with start and duration on each thread, shapes and element types of their inputs (`record_shapes`),
-every allocation and release with address, bytes and the allocator's total (`profile_memory`), and GPU kernels with
-their launches. It lacks the tensors that an op reads (inputs have no identity), FLOPs, and everything allocated before
-the recording (parameters, optimizer state, the batch).
+every allocation and release with address, bytes and the allocator's total (`profile_memory`), the calls of modules
+(`with_stack`), from which layers follow (see `workloads.importers.modules`), and GPU kernels with their launches. It
+lacks the tensors that an op reads (inputs have no identity), FLOPs, and everything allocated before the recording
+(parameters, optimizer state, the batch).
 
 Import: the ops that run something, in order, with their measured time (that of their kernels, where there are kernels).
 An allocation is a tensor that lives from the op of its allocation to the op in or after which it was released (its
@@ -12,10 +13,10 @@ therefore has exactly the allocator's own peak.
 
 Assumptions: an input is the newest live storage of equal size, preferring those that the forward op of the same
 sequence number touched; inputs without a match were allocated before the recording and are left out; an op whose name
-ends in `_` writes its first input in place. Memory that the allocator held before the first event is one tensor that
-stays to the end. A recording without marked steps is one iteration, however often it calls an optimizer; if that is
-more than once, meta["assumed"] says so. Time between ops (Python, the launch of views) is not replayed; it is in
-meta["between_ops_ns"].
+ends in `_` writes its first input in place, or what has just been allocated with the size of that input. Memory that
+the allocator held before the first event is one tensor that stays to the end. A recording without marked steps is one
+iteration, however often it calls an optimizer; if that is more than once, meta["assumed"] says so. Time between ops
+(Python, the launch of views) is not replayed; it is in meta["between_ops_ns"].
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from workloads.importers.aten import DTYPES, ITEM_BYTES, executed_of, flops_of, is_causal, kind_of, phase_of
 from workloads.importers.calls import Call, Timeline
+from workloads.importers.modules import PREFIX, ModuleLayers
 from workloads.importers.optrace import PRODUCTS, RANDOM
 from workloads.importers.reading import MAX_BYTES, microseconds, need, texts, whole
 from workloads.importers.storages import Storages
@@ -161,6 +163,7 @@ class _Reader:
         self.threads: dict[tuple[str, str], tuple[str, str]] = {}
         self.launches: dict[Any, tuple[int, Any]] = {}
         self.kernels: list[tuple[Any, int]] = []
+        self.modules: list[Call] = []
         by_device: dict[tuple[int, int], list[_Event]] = {}
         for i, row in enumerate(rows):
             if isinstance(row, dict):
@@ -173,6 +176,7 @@ class _Reader:
         if chosen is not None:
             start, end, _ = steps[chosen]
             self.calls = [call for call in self.calls if start <= call.start < end]
+            self.modules = [call for call in self.modules if start <= call.start < end]
             by_device = {
                 device: [event for event in events if start <= event.time < end] for device, events in by_device.items()
             }
@@ -192,6 +196,7 @@ class _Reader:
             )
         self.line = Timeline.of(self.calls, [e.time for e in self.events])
         self.calls = self.line.calls
+        self.layers = ModuleLayers(self.modules, self.calls)
         if not self.line.units:
             raise TraceError("it has no op that runs anything")
         self.meta: dict[str, Any] = {
@@ -202,6 +207,8 @@ class _Reader:
         if chosen is not None:
             self.meta |= {"step": chosen, "steps": list(steps)}
         self.meta |= {"device": f"{device[0]}:{device[1]}", "memory_events": len(self.events)}
+        if self.layers.names:
+            self.meta |= {"layers": len(self.layers.names), "layer_names": list(self.layers.names)}
         self.builder = TraceBuilder(self.meta)
         self.storages = Storages(self.builder)
         self.size: dict[int, int] = {}
@@ -215,10 +222,7 @@ class _Reader:
         kind, category = row.get("ph"), row.get("cat")
         if kind == "X" and category in ("cpu_op", "user_annotation", *KERNELS, *LAUNCHES):
             args = need(row.get("args", {}), dict, f"{where}: args")
-            start = microseconds(row.get("ts"), f"{where}: ts")
-            span = microseconds(row.get("dur", 0), f"{where}: dur")
-            thread = (str(row.get("pid"))[:80], str(row.get("tid"))[:80])
-            thread = self.threads.setdefault(thread, thread)
+            start, span, thread = self._when(row, where)
             if category in KERNELS:
                 self.kernels.append((_plain(args.get("correlation")), span))
             elif category in LAUNCHES:
@@ -228,6 +232,10 @@ class _Reader:
                 kept = (*KEPT, VALUES) if "attention" in name else KEPT
                 args = {key: args[key] for key in kept if key in args}
                 self.calls.append(Call(name, start, start + span, thread, args, category == "cpu_op"))
+        elif kind == "X" and category == "python_function" and str(row.get("name")).startswith(PREFIX):
+            start, span, thread = self._when(row, where)
+            name = sys.intern(texts(row["name"], f"{where}: name"))
+            self.modules.append(Call(name, start, start + span, thread, {}, False))
         elif row.get("name") == "[memory]":
             args = need(row.get("args"), dict, f"{where}: args")
             device = (_small(args.get("Device Type", 0)), _small(args.get("Device Id", -1)))
@@ -240,6 +248,13 @@ class _Reader:
                 by_device.setdefault(device, []).append(_Event(time, size, address, total))
         elif kind == "X":
             self.left_out[f"{str(category)[:40]} events"] += 1
+
+    def _when(self, row: dict[str, Any], where: str) -> tuple[int, int, tuple[str, str]]:
+        """Start and duration of a call in ns, and its thread."""
+        start = microseconds(row.get("ts"), f"{where}: ts")
+        span = microseconds(row.get("dur", 0), f"{where}: dur")
+        thread = (str(row.get("pid"))[:80], str(row.get("tid"))[:80])
+        return start, span, self.threads.setdefault(thread, thread)
 
     def _durations(self) -> list[int]:
         """For each unit, the time of the kernels it launched; its own time if the file has no kernels."""
@@ -315,8 +330,10 @@ class _Reader:
             tensors = [self.storages.now[s] for s in initial]
             self.builder.op("start", "copy", writes=tensors, bytes=0, duration=0)
         phases = self._phases()
+        layers = self._layers(phases)
         for part in parts:
-            self._add(part, phases[part.unit], durations[part.unit] if part.first else 0)
+            duration = durations[part.unit] if part.first else 0
+            self._add(part, phases[part.unit], layers[part.unit], duration)
         left = [s for held in self.live.values() for s in held]
         keep += [self.storages.now[s] for s in sorted(left)]
         units = self.line.units
@@ -347,21 +364,48 @@ class _Reader:
             phases.append(last)
         return phases
 
-    def _allocate(self, storage: int, phase: str) -> int:
+    def _layers(self, phases: list[str]) -> list[int]:
+        """The layer of each unit, -1 for none: in backward that of the forward op of the same sequence number.
+
+        What backward runs beside that, between two ops of one layer, belongs to it, too.
+        """
+        layers, forward = [-1] * len(phases), {}
+        before, gap = -1, 0
+        for i, (unit, phase) in enumerate(zip(self.line.units, phases)):
+            call, sequence = self.calls[unit.call], self._sequence(unit.call)
+            if phase == "update":
+                continue
+            layers[i] = self.layers.at(call.thread, call.start)
+            if phase == "forward":
+                if sequence is not None:
+                    forward[sequence] = layers[i]
+                continue
+            if layers[i] < 0 and sequence is not None:
+                layers[i] = forward.get(sequence, -1)
+            if layers[i] >= 0 or sequence in forward:
+                if layers[i] == before >= 0:
+                    layers[gap:i] = [before] * (i - gap)
+                before, gap = layers[i], i + 1
+        return layers
+
+    def _allocate(self, storage: int, phase: str, layer: int = -1) -> int:
         role = {"forward": "activation", "backward": "temporary"}.get(phase, "temporary")
         size = self.size[storage]
         self.live.setdefault(size, {})[storage] = None
-        return self.storages.make(storage, f"s{storage}", size, role)
+        return self.storages.make(storage, f"s{storage}", size, role, layer=layer)
 
-    def _add(self, part: _Part, phase: str, duration: int) -> None:
+    def _add(self, part: _Part, phase: str, layer: int, duration: int) -> None:
         call = self.calls[self.line.units[part.unit].call]
         inputs = _inputs(call.args)
+        fills = call.name.endswith("_")
+        if fills and inputs and _bytes_of(*inputs[0]) in part.made.values():
+            inputs, fills = inputs[1:], False  # it fills what has just been allocated for it: a copy of a bias
         used = self._match(inputs, self._sequence(self.line.units[part.unit].call)) if part.first else []
-        changed = used[:1] if part.first and call.name.endswith("_") else []
+        changed = used[:1] if part.first and fills else []
         now = self.storages.now
         reads = [now[s] for s in used]
-        writes = [self.storages.change(s, f"s{s}", "temporary") for s in changed]
-        writes += [self._allocate(s, phase) for s in part.made]
+        writes = [self.storages.change(s, f"s{s}", "temporary", layer=layer) for s in changed]
+        writes += [self._allocate(s, phase, layer) for s in part.made]
         self.later = 0 if part.first else self.later + 1
         sequence = self._sequence(self.line.units[part.unit].call)
         if sequence is not None and phase == "forward":
@@ -381,6 +425,7 @@ class _Reader:
                 reads=list(dict.fromkeys(reads)),
                 writes=writes,
                 phase=phase,
+                layer=layer,
                 flops=executed_of(call.name, shapes, flops, causal),
                 counted=flops,
                 workspace=part.workspace,
@@ -407,7 +452,7 @@ class _Reader:
         first = self.touched_by_sequence.get(sequence, []) if sequence is not None else []
         matched: dict[int, None] = {}
         for shape, kind in inputs:
-            size = math.prod(shape) * ITEM_BYTES.get(kind, 4)
+            size = _bytes_of(shape, kind)
             for wanted in dict.fromkeys((size, -(-size // ROUNDING) * ROUNDING)):
                 held = self.live.get(wanted, {})
                 choice = next((s for s in reversed(held) if s not in matched), None)
@@ -436,6 +481,10 @@ def _inputs(args: dict[str, Any]) -> list[tuple[list[int], str]]:
         elif kind in ITEM_BYTES and _is_shape(shape):
             tensors.append((shape, kind))
     return tensors
+
+
+def _bytes_of(shape: list[int], kind: str) -> int:
+    return math.prod(shape) * ITEM_BYTES.get(kind, 4)
 
 
 def _is_shape(value: Any) -> bool:
