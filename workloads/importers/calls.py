@@ -92,7 +92,7 @@ class Timeline:
 
 
 def nest(calls: list[Call]) -> None:
-    """Set parents of calls in order of start, and mark silent ones; one that outlasts its enclosing one is truncated."""
+    """Set parents of calls in order of start and mark silent ones; one that outlasts its enclosing one is truncated."""
     stacks: dict[Any, list[int]] = {}
     for i, call in enumerate(calls):
         stack = stacks.setdefault(call.thread, [])
