@@ -96,9 +96,7 @@ def test_the_blocks_of_stages_in_sequences_are_layers_and_the_stages_are_not(r, 
     def stage(first: int, count: int) -> list[Callable[[], None]]:
         extra = r.module(f"Sequential_{first + 90}", r.module(f"Conv_{first + 90}", r.op()))
         names = range(first, first + count)
-        return [
-            r.module(f"Block_{i}", r.module(f"Conv_{i}", r.op()), *([extra] if i == first else [])) for i in names
-        ]
+        return [r.module(f"Block_{i}", r.module(f"Conv_{i}", r.op()), *([extra] if i == first else [])) for i in names]
 
     # of the second stage no two blocks are alike, but they have the class of the first stage's
     net = r.module("Net_0", r.module("Sequential_0", *stage(0, 3)), r.module("Sequential_1", *stage(3, 2)))
