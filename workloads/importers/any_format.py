@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from workloads.importers.optrace import FORMAT as OPTRACE
 from workloads.importers.optrace import read_optrace
 from workloads.importers.reading import MAX_BYTES, check_memory, read_bytes, read_packed, read_start
 from workloads.importers.streaming import Document, open_document
+from workloads.importers.weights import Weight, weights_of
 
 FORMATS = {
     "tiersim JSON lines": "sim.trace.io",
@@ -40,7 +41,14 @@ FIRST_ROWS, FIRST_BYTES = 100, 1 << 20
 """How many rows are inspected to recognise the format."""
 
 
-def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step: int | None = None) -> Trace:
+def load_trace(
+    path: str | os.PathLike[str],
+    *,
+    max_bytes: int = MAX_BYTES,
+    step: int | None = None,
+    module: Any = None,
+    optimizer: Any = None,
+) -> Trace:
     """Read a trace from a file in any of `FORMATS`, recognised by its content.
 
     Chrome JSON, execution traces and DTR logs are streamed row by row; op-trace-1 and Chakra are held in memory whole.
@@ -48,9 +56,15 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step
     path: the file, plain or gzipped.
     max_bytes: the most bytes to read, after unpacking.
     step: which step of a profiler's Chrome JSON, by its number there; None for the last complete one.
+    module: the `torch.nn.Module` that a profiler's Chrome JSON was recorded of, whose weights are missing there (how
+        they are matched with ops: `workloads.importers.weights`).
+    optimizer: its `torch.optim.Optimizer` after a step, for the state.
 
     Raises TraceError, one line that names the file and its fault, or lists the formats where it has none of them.
     """
+    if optimizer is not None and module is None:
+        raise TraceError(f"{path}: optimizer: give its module, too")
+    weights = () if module is None else weights_of(module, optimizer)
     try:
         if not Path(path).exists() and rank_files(path):
             return read_chakra(path, max_bytes=max_bytes)
@@ -58,8 +72,8 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step
         raise TraceError(f"{str(path)!r}: cannot be opened: {error}") from None
     check_regular(path)
     start = read_start(path, START).lstrip()
-    if step is not None and start[:1] not in (b"{", b"["):
-        raise TraceError(f"{path}: step {step}: only a profiler's Chrome JSON has steps")
+    if start[:1] not in (b"{", b"["):
+        _only_of_a_profile(path, step, module, "")
     if not start:
         raise _unknown(path, "it is empty")
     if start[:1] not in (b"{", b"["):
@@ -67,6 +81,7 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step
             return read_chakra(path, max_bytes=max_bytes)
         raise _unknown(path, "it is neither JSON nor length-delimited protobuf")
     if re.match(rb'\{"format"\s*:\s*"tiersim trace"|\{[^\n]*"format"\s*:\s*"tiersim trace"', start):
+        _only_of_a_profile(path, step, module, "; this is a tiersim trace")
         packed, named = read_packed(path), str(path).endswith(".gz")
         if packed != named:
             no = "" if packed else "not "
@@ -76,11 +91,22 @@ def load_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step
         except OSError as error:
             raise TraceError(f"{path}: cannot be read: {error}") from None
     if re.match(rb'\{[^\n]*"INSTRUCTION"\s*:', start):
+        _only_of_a_profile(path, step, module, "; this is a DTR log")
         return read_dtr(path, max_bytes=max_bytes)
-    return _from_json(path, start, max_bytes, step)
+    return _from_json(path, start, max_bytes, step, module, weights)
 
 
-def _from_json(path: str | os.PathLike[str], start: bytes, max_bytes: int, step: int | None) -> Trace:
+def _only_of_a_profile(path: str | os.PathLike[str], step: int | None, module: Any, what: str) -> None:
+    """Raise TraceError where a step or a module is given for a file of another format."""
+    if step is not None:
+        raise TraceError(f"{path}: step {step}: only a profiler's Chrome JSON has steps{what}")
+    if module is not None:
+        raise TraceError(f"{path}: module: only a profiler's Chrome JSON takes weights from a module{what}")
+
+
+def _from_json(
+    path: str | os.PathLike[str], start: bytes, max_bytes: int, step: int | None, module: Any, weights: Sequence[Weight]
+) -> Trace:
     """A trace from one or more JSON documents in a file, recognised by their keys."""
     with open_document(path, max_bytes) as document:
         try:
@@ -90,9 +116,8 @@ def _from_json(path: str | os.PathLike[str], start: bytes, max_bytes: int, step:
                 raise
             kind, rows = "chakra", ()
         if kind == "chrome":
-            return build_chrome(rows, str(path), step)
-        if step is not None:
-            raise TraceError(f"{path}: step {step}: only a profiler's Chrome JSON has steps; this is {kind}")
+            return build_chrome(rows, str(path), step, weights)
+        _only_of_a_profile(path, step, module, f"; this is {kind}")
         if kind == "execution trace":
             return build_execution_trace(rows, document.about, str(path))
     if kind in NAMED:

@@ -10,6 +10,9 @@ from typing import Any
 from workloads.importers.aten import is_silent, kind_of
 from workloads.importers.optrace import PRODUCTS
 
+MAIN = (*PRODUCTS, "norm")
+"""Kinds of op that are always ops of the trace."""
+
 
 @dataclass(slots=True)
 class Call:
@@ -21,7 +24,7 @@ class Call:
     parent, root: positions of the enclosing call and of the outermost op, -1 for none.
     silent: it runs no kernel, nor do its calls.
     longest: ns of the longest op that it calls.
-    is_product: it computes a product, a convolution or attention itself, not through another op.
+    is_main: it is a product, a convolution, attention or a norm, and does not call another one for it.
     """
 
     name: str
@@ -34,7 +37,7 @@ class Call:
     root: int = -1
     silent: bool = False
     longest: int = 0
-    is_product: bool = False
+    is_main: bool = False
 
 
 @dataclass(slots=True)
@@ -56,9 +59,9 @@ class Timeline:
     """Calls in order of start, and the ops found in them.
 
     A call that calls only silent ones (allocations, views) is one op, including their time. If a call has other calls,
-    the longest section of its own time is an op if it is longer than any of them, or computes a product (a small one
-    may take less time than the copy of its bias); the rest of its own time is added to the preceding op of the same
-    outermost call, or to the next one.
+    the longest section of its own time is an op if it is longer than any of them, or if it is a product or a norm (a
+    small product may take less time than the copy of its bias); the rest of its own time is added to the preceding op
+    of the same outermost call, or to the next one.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -108,8 +111,8 @@ def nest(calls: list[Call]) -> None:
     wraps = [False] * len(calls)
     for i in reversed(range(len(calls))):  # children come after their parents
         call = calls[i]
-        named = call.is_op and not call.silent and kind_of(call.name, "forward") in PRODUCTS
-        call.is_product = named and not wraps[i]
+        named = call.is_op and not call.silent and kind_of(call.name, "forward") in MAIN
+        call.is_main = named and not wraps[i]
         if call.parent >= 0 and call.is_op:
             above = calls[call.parent]
             wraps[call.parent] |= named or wraps[i]
@@ -135,7 +138,7 @@ def _units(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[Uni
         ):
             best[part.call] = part
     for call, part in best.items():
-        part.is_unit = calls[call].is_product or part.end - part.start > calls[call].longest
+        part.is_unit = calls[call].is_main or part.end - part.start > calls[call].longest
     units: list[Unit] = []
     waiting: _Section | None = None
     root, time_before, first = -1, 0, 0

@@ -27,13 +27,13 @@ import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sim.errors import TraceError
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
+from workloads.importers.allocations import Allocations, Event, Part
 from workloads.importers.aten import DTYPES, ITEM_BYTES, executed_of, flops_of, is_causal, kind_of, phase_of
 from workloads.importers.calls import Call, Timeline
 from workloads.importers.modules import PREFIX, ModuleLayers
@@ -41,6 +41,7 @@ from workloads.importers.optrace import PRODUCTS, RANDOM
 from workloads.importers.reading import MAX_BYTES, microseconds, need, texts, whole
 from workloads.importers.storages import Storages
 from workloads.importers.streaming import open_document
+from workloads.importers.weights import Form, KnownWeights, Weight, form_of
 
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
@@ -55,61 +56,17 @@ MOST_INPUTS = 4096
 MOST_TOUCHED = 64
 """How many storages are remembered per sequence number."""
 ROUNDING = 512
+CPU = 0
+"""The type of the CPU among the devices of memory events."""
 
 
-@dataclass(slots=True)
-class _Event:
-    """One allocation (bytes > 0) or release (bytes < 0).
-
-    time: in ns.
-    bytes, address: of the block.
-    total: bytes that the allocator held afterwards, None where unknown.
-    """
-
-    time: int
-    bytes: int
-    address: int
-    total: int | None
-
-
-@dataclass(slots=True)
-class _Part:
-    """A section of a unit in which nothing is allocated after an older storage was released.
-
-    unit: position of the unit.
-    first: whether it is the first section of its unit.
-    made: bytes of the storages that it allocated and that outlive it.
-    released: older storages that it released.
-    held, most: bytes that it allocated, now and at the peak.
-    """
-
-    unit: int
-    first: bool = True
-    made: dict[int, int] = field(default_factory=dict)
-    released: list[int] = field(default_factory=list)
-    held: int = 0
-    most: int = 0
-
-    @property
-    def workspace(self) -> int:
-        """Peak bytes that it held beyond the storages that outlive it."""
-        return self.most - sum(self.made.values())
-
-    def make(self, storage: int, size: int) -> None:
-        """Record an allocation."""
-        self.made[storage] = size
-        self.held += size
-        self.most = max(self.most, self.held)
-
-    def release(self, storage: int) -> None:
-        """Record a release, of its own storage or an older one."""
-        if storage in self.made:
-            self.held -= self.made.pop(storage)
-        else:
-            self.released.append(storage)
-
-
-def read_chrome(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, step: int | None = None) -> Trace:
+def read_chrome(
+    path: str | os.PathLike[str],
+    *,
+    max_bytes: int = MAX_BYTES,
+    step: int | None = None,
+    weights: Sequence[Weight] = (),
+) -> Trace:
     """Read a trace of one step from a PyTorch profiler's Chrome JSON.
 
     Only the device with the most allocated bytes is imported; events of others are counted in meta["left_out"].
@@ -119,17 +76,18 @@ def read_chrome(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, ste
     max_bytes: the most bytes to read, after unpacking.
     step: the N of the profiler's mark `ProfilerStep#N`; None for the last complete step. A recording without marks is
         one step.
+    weights: what was held before the recording (see `workloads.importers.weights`).
 
     Raises TraceError naming the file and the entry.
     """
     with open_document(path, max_bytes) as document:
         document.find("traceEvents")
-        return build_chrome(document.rows("traceEvents"), str(path), step)
+        return build_chrome(document.rows("traceEvents"), str(path), step, weights)
 
 
-def build_chrome(rows: Iterable[Any], path: str, step: int | None = None) -> Trace:
+def build_chrome(rows: Iterable[Any], path: str, step: int | None = None, weights: Sequence[Weight] = ()) -> Trace:
     """Like `read_chrome`, given the events, which are streamed. Errors do not name the file."""
-    return _Reader(path, rows, step).trace()
+    return _Reader(path, rows, step, weights).trace()
 
 
 def _steps(calls: list[Call]) -> dict[int, tuple[int, int, int]]:
@@ -155,7 +113,7 @@ def _chosen(steps: dict[int, tuple[int, int, int]], step: int | None) -> int | N
 
 
 class _Reader:
-    def __init__(self, path: str, rows: Iterable[Any], step: int | None) -> None:
+    def __init__(self, path: str, rows: Iterable[Any], step: int | None, weights: Sequence[Weight]) -> None:
         self.left_out: Counter[str] = Counter()
         self.assumed: Counter[str] = Counter()
         self.uncounted: Counter[str] = Counter()
@@ -164,7 +122,7 @@ class _Reader:
         self.launches: dict[Any, tuple[int, Any]] = {}
         self.kernels: list[tuple[Any, int]] = []
         self.modules: list[Call] = []
-        by_device: dict[tuple[int, int], list[_Event]] = {}
+        by_device: dict[tuple[int, int], list[Event]] = {}
         for i, row in enumerate(rows):
             if isinstance(row, dict):
                 self._take(row, f"event {i}", by_device)
@@ -211,6 +169,8 @@ class _Reader:
             self.meta |= {"layers": len(self.layers.names), "layer_names": list(self.layers.names)}
         self.builder = TraceBuilder(self.meta)
         self.storages = Storages(self.builder)
+        self.weights = KnownWeights(weights, self.storages, 1 if device[0] == CPU else ROUNDING)
+        self.gradients: set[int] = set()
         self.size: dict[int, int] = {}
         self.live: dict[int, dict[int, None]] = {}
         self.touched_by_sequence: dict[int, list[int]] = {}
@@ -218,7 +178,7 @@ class _Reader:
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def _take(self, row: dict[str, Any], where: str, by_device: dict[tuple[int, int], list[_Event]]) -> None:
+    def _take(self, row: dict[str, Any], where: str, by_device: dict[tuple[int, int], list[Event]]) -> None:
         kind, category = row.get("ph"), row.get("cat")
         if kind == "X" and category in ("cpu_op", "user_annotation", *KERNELS, *LAUNCHES):
             args = need(row.get("args", {}), dict, f"{where}: args")
@@ -245,7 +205,7 @@ class _Reader:
             total = None if total is None else whole(total, f"{where}: Total Allocated", -(1 << 50))
             time = microseconds(row.get("ts"), f"{where}: ts")
             if size:
-                by_device.setdefault(device, []).append(_Event(time, size, address, total))
+                by_device.setdefault(device, []).append(Event(time, size, address, total))
         elif kind == "X":
             self.left_out[f"{str(category)[:40]} events"] += 1
 
@@ -278,48 +238,15 @@ class _Reader:
         self.assumed["ops timed by their kernels"] = sum(1 for span in spans if span)
         return spans
 
-    # ---- memory ------------------------------------------------------------------------------------
-
-    def _parts(self) -> tuple[list[_Part], list[int], int]:
-        """The parts of all units, the initial storages that are released, and the bytes of the other initial ones."""
-        starts = [unit.start for unit in self.line.units]
-        of_unit: list[list[_Event]] = [[] for _ in starts]
-        for event in self.events:
-            of_unit[max(0, bisect_right(starts, event.time) - 1)].append(event)
-        address: dict[int, int] = {}
-        initial: list[int] = []
-        parts: list[_Part] = []
-        for i, events in enumerate(of_unit):
-            part = _Part(i)
-            parts.append(part)
-            for event in events:
-                if event.bytes > 0 and event.address in address:
-                    self.left_out["releases that were not recorded"] += 1
-                    part.release(address.pop(event.address))
-                if event.bytes > 0 and part.released:
-                    part = _Part(i, first=False)
-                    parts.append(part)
-                storage = address.pop(event.address, len(self.size))
-                if event.bytes > 0:
-                    address[event.address] = storage
-                    self.size[storage] = event.bytes
-                    part.make(storage, event.bytes)
-                else:
-                    if storage not in self.size:
-                        self.size[storage] = -event.bytes
-                        initial.append(storage)
-                    part.release(storage)
-        base = 0
-        if self.events and self.events[0].total is not None:
-            base = self.events[0].total - self.events[0].bytes - sum(self.size[s] for s in initial)
-        return parts, initial, max(0, base)
-
     # ---- building ----------------------------------------------------------------------------------
 
     def trace(self) -> Trace:
         durations = self._durations()
-        parts, initial, base = self._parts()
+        allocations = Allocations.of(self.events, [unit.start for unit in self.line.units])
+        parts, initial, self.size = allocations.parts, allocations.initial, allocations.size
+        self.left_out["releases that were not recorded"] = allocations.unrecorded
         keep: list[int] = []
+        base = max(0, allocations.base - self.weights.total)
         if base:
             self.assumed["bytes allocated before the recording"] = base
             keep.append(self.builder.tensor("allocated before", base, "weight"))
@@ -331,11 +258,13 @@ class _Reader:
             self.builder.op("start", "copy", writes=tensors, bytes=0, duration=0)
         phases = self._phases()
         layers = self._layers(phases)
+        self._find_gradients(parts, phases)
         for part in parts:
             duration = durations[part.unit] if part.first else 0
             self._add(part, phases[part.unit], layers[part.unit], duration)
         left = [s for held in self.live.values() for s in held]
         keep += [self.storages.now[s] for s in sorted(left)]
+        held, carry = self.weights.ends()
         units = self.line.units
         self.meta["assumed"] = {key: count for key, count in sorted(self.assumed.items()) if count}
         self.meta["left_out"] = {key: count for key, count in sorted(self.left_out.items()) if count}
@@ -345,7 +274,7 @@ class _Reader:
         end = max(c.end for c in self.calls if c.is_op)
         self.meta["recorded_ns"] = end - start
         self.meta["between_ops_ns"] = max(0, end - start - sum(unit.time_ns for unit in units))
-        return self.builder.build(outputs=keep, carry=())
+        return self.builder.build(outputs=[*keep, *held], carry=carry)
 
     def _phases(self) -> list[str]:
         known = [phase_of(self.line.above(unit.call)) for unit in self.line.units]
@@ -389,25 +318,27 @@ class _Reader:
         return layers
 
     def _allocate(self, storage: int, phase: str, layer: int = -1) -> int:
-        role = {"forward": "activation", "backward": "temporary"}.get(phase, "temporary")
+        role = "activation" if phase == "forward" else "gradient" if storage in self.gradients else "temporary"
         size = self.size[storage]
         self.live.setdefault(size, {})[storage] = None
         return self.storages.make(storage, f"s{storage}", size, role, layer=layer)
 
-    def _add(self, part: _Part, phase: str, layer: int, duration: int) -> None:
+    def _add(self, part: Part, phase: str, layer: int, duration: int) -> None:
         call = self.calls[self.line.units[part.unit].call]
-        inputs = _inputs(call.args)
-        fills = call.name.endswith("_")
-        if fills and inputs and _bytes_of(*inputs[0]) in part.made.values():
-            inputs, fills = inputs[1:], False  # it fills what has just been allocated for it: a copy of a bias
-        used = self._match(inputs, self._sequence(self.line.units[part.unit].call)) if part.first else []
-        changed = used[:1] if part.first and fills else []
+        inputs, sequence = _inputs(call.args), self._sequence(self.line.units[part.unit].call)
+        fills, operands = call.name.endswith("_"), inputs if part.first else []
+        if fills and operands and _bytes_of(*operands[0]) in part.made.values():
+            fills, operands = False, operands[1:]  # it fills what has just been allocated for it: a copy of a bias
         now = self.storages.now
-        reads = [now[s] for s in used]
-        writes = [self.storages.change(s, f"s{s}", "temporary", layer=layer) for s in changed]
+        weights, operands = self._split(call.name, operands, phase, layer, sequence)
+        used = self._match(operands, sequence)
+        reads = [now[s] for s in used] + [self.weights.tensor(i) for i in weights]
+        writes = [self.storages.change(s, f"s{s}", "temporary", layer=layer) for s in (used[:1] if fills else [])]
+        if part.first:
+            read, written = self.weights.update(part.unit)
+            reads, writes = reads + read, writes + written
         writes += [self._allocate(s, phase, layer) for s in part.made]
         self.later = 0 if part.first else self.later + 1
-        sequence = self._sequence(self.line.units[part.unit].call)
         if sequence is not None and phase == "forward":
             touched = self.touched_by_sequence.setdefault(sequence, [])
             touched += (*used, *part.made)[: MOST_TOUCHED - len(touched)]
@@ -436,6 +367,30 @@ class _Reader:
             )
         for storage in part.released:
             del self.live[self.size[storage]][storage]
+
+    def _split(
+        self, name: str, inputs: list[tuple[list[int], str]], phase: str, layer: int, sequence: int | None
+    ) -> tuple[list[int], list[tuple[list[int], str]]]:
+        """The known weights among an op's inputs, and its other inputs."""
+        forms = [_form(*each) for each in inputs]
+        if phase == "forward":
+            taken = [bool(self.live.get(_bytes_of(*each))) for each in inputs]
+            place = layer, self.layers.names[layer] if layer >= 0 else ""
+            found = self.weights.read_forward(name, forms, taken, place, sequence)
+        else:
+            found = self.weights.read_backward(name, forms, sequence)
+        self.assumed["weights matched by shape"] += sum(i >= 0 for i in found)
+        return [i for i in found if i >= 0], [each for each, i in zip(inputs, found) if i < 0]
+
+    def _find_gradients(self, parts: list[Part], phases: list[str]) -> None:
+        """Know which ops are those of optimizers' steps, and which storages of backward are gradients."""
+        is_step = [any(n.startswith(UPDATE) for n in self.line.above(unit.call)) for unit in self.line.units]
+        inputs = ((i, _inputs(self.calls[unit.call].args)) for i, unit in enumerate(self.line.units) if is_step[i])
+        self.weights.updated_by((i, [_form(*each) for each in found]) for i, found in inputs)
+        first = is_step.index(True) if True in is_step else len(is_step)
+        early = {storage for part in parts if part.unit < first for storage in part.released}
+        made = [pair for part in parts if phases[part.unit] == "backward" for pair in part.made.items()]
+        self.gradients = self.weights.gradients((s, size) for s, size in made if s not in early)
 
     def _sequence(self, call: int) -> int | None:
         for _ in range(64):
@@ -481,6 +436,10 @@ def _inputs(args: dict[str, Any]) -> list[tuple[list[int], str]]:
         elif kind in ITEM_BYTES and _is_shape(shape):
             tensors.append((shape, kind))
     return tensors
+
+
+def _form(shape: list[int], kind: str) -> Form:
+    return form_of(shape, ITEM_BYTES.get(kind, 4))
 
 
 def _bytes_of(shape: list[int], kind: str) -> int:
