@@ -50,7 +50,7 @@ from workloads.capturing.packed import padded_again
 from workloads.capturing.places import line_of, way_out
 from workloads.capturing.record import Recording
 from workloads.capturing.recorder import Recorder
-from workloads.capturing.reference import called, opened
+from workloads.capturing.reference import called, opened, sized
 from workloads.capturing.selections import Selected
 from workloads.capturing.substitute import fake_like, fake_module
 from workloads.capturing.unpadded import has_padding, is_packed, unpadded
@@ -338,8 +338,9 @@ def capture_from_reference(reference: str, sizes: Mapping[str, Any] | None = Non
     reference: "module:function" or "file.py:function"; the current folder is searched for modules, too. The function
         is the step of a training script, or returns it, a function without arguments (see `capture_script`); or it
         returns a dict of `capture`'s arguments (`ARGUMENTS`), at least `module`.
-    sizes: arguments of the function by name, such as `batch` and `sequence`; it needs parameters of these names. Where
-        the dict says nothing else, `batch` is the number of samples, and `batch` times `sequence` that of tokens.
+    sizes: arguments of the function by name, such as `batch` and `sequence`; it needs parameters of these names, or of
+        others that are usual for them (`batch_size`, `seq_len`: `workloads.capturing.reference.ALSO`). Where the dict
+        says nothing else, `batch` is the number of samples, and `batch` times `sequence` that of tokens.
     changes: replace entries of that dict.
 
     Raises WorkloadError naming what is missing, unknown or failed.
@@ -354,7 +355,9 @@ def capture_from_reference(reference: str, sizes: Mapping[str, Any] | None = Non
         def build() -> Any:
             function = loaded()
             found = called(function, reference, sizes)
-            return found if isinstance(found, Mapping) or callable(found) else partial(function, **sizes)
+            if isinstance(found, Mapping) or callable(found):
+                return found
+            return partial(function, **sized(function, reference, sizes))
 
         try:
             trace = capture_script(build, **{**rates, **changes})

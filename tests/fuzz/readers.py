@@ -364,7 +364,7 @@ def two_stages() -> Any:
     from sim import Layout, lay_out
     from workloads import transformer
 
-    return lay_out(transformer(TINY, batch=2, sequence=8), "mt3000_cluster", Layout(pp=2, micro_batches=2))
+    return lay_out(transformer(TINY, batch=2, sequence=8), "mt3000_cluster", Layout(pp=2, micro_batches=1))
 
 
 def read_ranks(folder: Path) -> object:
@@ -409,8 +409,13 @@ def save_run(folder: str, job: Mapping[str, Any], policy: str) -> None:
 
 
 def read_repeated(folder: Path, *commands: Sequence[str]) -> None:
-    """Commands that repeat the run of a folder, which is made of the ranks in it if there is none."""
-    with contextlib.chdir(folder):
+    """Commands that repeat the run of a folder, which is made of the ranks in it if there is none.
+
+    The ranks of a trace are read once for all of them.
+    """
+    import workloads
+
+    with contextlib.chdir(folder), patch("workloads.load_trace", cache(workloads.load_trace)):
         if not Path("summary.json").exists():
             save_run(".", OF_RANKS, "swap_all")
         for words in commands:

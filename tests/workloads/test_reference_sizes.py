@@ -53,8 +53,17 @@ def test_the_step_is_a_function_of_its_sizes(reference):
     assert trace.meta["tokens"] == 21  # of both sizes
 
 
+def test_sizes_have_the_names_that_scripts_give_them(reference, tmp_path):
+    for batch, sequence in (("batch_size", "seq_len"), ("bs", "block_size"), ("batch", "max_length")):
+        source = textwrap.dedent(SOURCE).replace("batch", batch).replace("sequence", sequence)
+        (tmp_path / "other.py").write_text(source)
+        trace = training_step(f"{tmp_path / 'other.py'}:step", batch=3, sequence=7)
+        assert largest(trace) == 21 * LOGITS
+        assert trace.meta["tokens"] == 21
+
+
 def test_a_size_that_the_function_does_not_take_is_named(reference):
-    with pytest.raises(WorkloadError, match=r"batch: the function needs a parameter of this name, and it takes none"):
+    with pytest.raises(WorkloadError, match=r"batch: .* \(or batch_size, bs\), and it takes none"):
         training_step(reference.replace(":step", ":fixed"), batch=2)
     with pytest.raises(WorkloadError, match=r"precision: .* it takes batch, sequence"):
         training_step(reference, precision="bf16")

@@ -17,6 +17,11 @@ from workloads.capturing.held import DESCRIBED
 from workloads.capturing.places import line_of, way_out
 
 NAME = "captured_reference"
+ALSO = {
+    "batch": ("batch_size", "bs"),
+    "sequence": ("seq", "seq_len", "seq_length", "sequence_length", "max_length", "block_size", "context_length"),
+}
+"""Other names that scripts give to a size."""
 
 
 class Unsized(WorkloadError):
@@ -61,10 +66,7 @@ def called(function: Callable[..., Any], reference: str, sizes: Mapping[str, Any
     Raises Unsized for a size that it does not take, and WorkloadError for a parameter that nobody gives it.
     """
     parameters = signature(function).parameters
-    for size in sizes:
-        if size not in parameters and not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
-            takes = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
-            raise Unsized(f"{reference!r}: {size}: the function needs a parameter of this name, and {takes}")
+    sizes = sized(function, reference, sizes)
     missing = [
         name
         for name, each in parameters.items()
@@ -78,6 +80,23 @@ def called(function: Callable[..., Any], reference: str, sizes: Mapping[str, Any
             f"size with a default, as in def {getattr(function, '__name__', 'step')}(batch=8)"
         )
     return function(**sizes)
+
+
+def sized(function: Callable[..., Any], reference: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes as the function's keyword arguments, by their own names or by one of `ALSO`.
+
+    Raises Unsized for a size that it does not take.
+    """
+    parameters = signature(function).parameters
+    given = {}
+    for size, value in sizes.items():
+        name = next((each for each in (size, *ALSO.get(size, ())) if each in parameters), None)
+        if name is None and not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+            takes = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
+            also = f" (or {', '.join(ALSO[size])})" if size in ALSO else ""
+            raise Unsized(f"{reference!r}: {size}: the function needs a parameter of this name{also}, and {takes}")
+        given[name or size] = value
+    return given
 
 
 @contextmanager
