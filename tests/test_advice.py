@@ -195,7 +195,7 @@ def test_a_search_that_had_no_time_does_not_say_that_nothing_can_fit(config):
     advice = advise(config, "a100_40_pcie", batch=1, policies=FEW, jobs=1, seconds=1e-6, **AXES)
     assert advice.best is None
     assert advice.skipped
-    assert "Nothing was found that fits." in advice.text()
+    assert "No run ended in the time of the search, so that it is not known what fits." in advice.text()
     assert "Nothing fits" not in advice.text()
 
 
@@ -672,6 +672,23 @@ def test_a_layout_of_several_devices_is_found_together_with_the_policy(config, c
     code, out, _ = tiersim(*words, "--policies", "keep_all", "--jobs", "1", "--json", capsys=capsys)
     assert code == 0
     assert json.loads(out)["layout"]
+
+
+def test_without_time_the_answer_about_several_devices_is_what_the_search_over_layouts_found(config, monkeypatch):
+    monkeypatch.setattr("sim.advice.trials.Trials.left_s", 0.0)
+    found = advise(config, "a100_80_sxm", batch=8, devices=4, policies=FEW, seconds=1, jobs=1, **AXES)
+    assert found.devices is not None
+    top = found.devices.search.best
+    assert (found.best["policy"], found.best["makespan_ns"]) == (top.policy, top.makespan_ns)
+    assert found.skipped
+
+
+def test_figures_that_are_varied_do_not_divide_the_trace_again(config):
+    asked = Question({"model": str(config), "batch": 8, **AXES}, "a100_80_sxm", parallel={"dp": 4})
+    varied = replace(asked, figures={"links.h2d.rate": "1 GB/s"})
+    trials = Trials(1.0, 1)
+    assert trials._ops_of(asked) == trials._ops_of(varied) == asked.ops
+    assert "_divided" not in vars(varied)
 
 
 def test_several_devices_need_a_batch_and_the_goal_of_throughput(config):

@@ -115,6 +115,8 @@ def advise(
         aside = 1 - ASIDE if all(divisions(each)[-1].exceeds for each in asked.variants) else ASIDE
         with closing(Trials((1 - aside) * seconds, jobs, on_row, began)) as trials:
             rows = search(asked, trials)
+            if over is not None and over.search.best is not None and not any(map(fits, rows)):
+                rows.append(trials.at_any_rate(asked, over.search.best.policy))
             trials.extend(min(seconds, trials.used_s + ASIDE * seconds) if any(map(fits, rows)) else seconds)
             answer = _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
             return replace(answer, devices=over)

@@ -280,10 +280,11 @@ def _nothing(advice: Advice) -> Iterator[str]:
     runs = len(advice.rows)
     if advice.state.exceeds_all:
         yield "Nothing fits, whatever is moved or recomputed: the state alone is more than all memories hold."
+    elif advice.skipped and not advice.changes and all(row["status"] == "timed_out" for row in advice.rows):
+        yield "No run ended in the time of the search, so that it is not known what fits."
+        return
     elif advice.skipped and not advice.changes:
-        yield (
-            f"Of {runs} policies and compositions that were run, none fits." if runs else "Nothing was found that fits."
-        )
+        yield f"Of {runs} policies and compositions that were run, none fits."
     elif runs:
         yield f"Nothing fits: {runs} policies and compositions were run."
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 from sim.advice.question import Question
@@ -44,11 +45,11 @@ def with_layout(asked: Question, devices: int, seconds: float) -> tuple[Question
     stack = asked.workload.get("stack")
     kernels = after_division(stack, devices)
     plain = asked if kernels is None else replace(asked, workload={**asked.workload, "stack": "eager"})
-    found = None
+    found, began = None, time.monotonic()
     for policies in (asked.policies or POLICIES, LAST):
         found = search_layouts(
             plain.trace, asked.profile, devices, policies,
-            budget=asked.budget, most=MOST, seconds=seconds, overrides=asked.figures or None, kernels=kernels,
+            budget=asked.budget, most=MOST, seconds=seconds - (time.monotonic() - began), overrides=asked.figures or None, kernels=kernels,
         )  # fmt: skip
         if found.best is not None or asked.policies is not None:
             break
