@@ -47,9 +47,10 @@ def with_layout(asked: Question, devices: int, seconds: float) -> tuple[Question
     plain = asked if kernels is None else replace(asked, workload={**asked.workload, "stack": "eager"})
     found, began = None, time.monotonic()
     for policies in (asked.policies or POLICIES, LAST):
+        left = seconds - (time.monotonic() - began)
         found = search_layouts(
             plain.trace, asked.profile, devices, policies,
-            budget=asked.budget, most=MOST, seconds=seconds - (time.monotonic() - began), overrides=asked.figures or None, kernels=kernels,
+            budget=asked.budget, most=MOST, seconds=left, overrides=asked.figures or None, kernels=kernels,
         )  # fmt: skip
         if found.best is not None or asked.policies is not None:
             break
