@@ -89,12 +89,17 @@ class Device:
         self.finished.fire()
 
     def _until_there(self, plain: Plain, op: int) -> Steps:
-        """Wait for the reads that are on their way home, or till one is on its way no more."""
+        """Wait for the reads that are on their way home, or till one is on its way no more.
+
+        One that leaves as it arrives is wanted back, as in `Restore.reads`.
+        """
         residency, lifetimes = self._state.residency, self._state.lifetimes
         lifetimes.pin(plain.reads)
         for tensor in plain.reads:
             while not residency.copies[tensor] & self._reach and tensor in residency.in_flight:
                 yield from self.waits.arrival(tensor, "transfer", op)
+                if residency.copies[tensor] & self._reach:
+                    self._parts.transfers.keep_leaving(tensor, self._home)
             if not residency.copies[tensor] & self._reach:
                 break
         lifetimes.unpin(plain.reads)

@@ -38,8 +38,9 @@ class OpEnd:
             self._space.give(-1, tier, bytes, op, WORKSPACE, handle)
         for old, new, tier in work.takeovers:
             residency.end_overwriting(old)
-            if new < 0:
+            if work.why != "run" and residency.is_there(new, tier):
                 lifetimes.release_overwritten(old, tier, op)
+                residency.discard(new, tier)
             else:
                 lifetimes.take_over(old, new, tier, op)
                 residency.deliver(new, tier)

@@ -52,9 +52,9 @@ class Flow:
         """Whether all its bytes have flowed by now."""
         return self.remaining <= self.rate * (now - self.since)
 
-    def ends_at(self, now: int, alone: int) -> int:
-        """When it will end at its present rate; `alone` while it has none."""
-        if not self.rate or (self.is_ahead and now <= self.since):
+    def ends_at(self, now: int, alone: int, settled: bool) -> int:
+        """When it will end at its present rate; `alone` while it has none. settled: shares of `now` have been given."""
+        if not self.rate or (self.is_ahead and (now < self.since or (now == self.since and not settled))):
             return alone
         remaining = self.remaining - self.rate * (now - self.since)
         return now + max(0, int(-(-remaining // self.rate)))

@@ -142,6 +142,7 @@ class Outputs:
                 return
             if old in residency.in_flight:
                 yield from self._waits.transfer_of(old, "hazard", op)
+                continue  # to the move that may follow it
             while self._is_read_beside(old, op):  # a move that is asked for meanwhile is looked at when all have read
                 wake = self._waits.wake_up()
                 lifetimes.wait_to_overwrite(old, wake)
@@ -169,9 +170,8 @@ class Outputs:
                     yield from self._waits.space(tier, bytes, op, reason, offset)
                 self._take(work, tensor, tier, bytes, offset)
         if work.why != "run":
-            for i, (_, tensor, tier) in enumerate(work.takeovers):
-                if self._arrived_meanwhile(work, tensor, tier):
-                    work.successor_is_there(i)
+            for _, tensor, tier in work.takeovers:
+                self._arrived_meanwhile(work, tensor, tier)
 
     def _wants(self, work: Work, engine: int) -> Wants:
         """What an op takes where; what it overwrites in place is noted, and takes nothing."""
@@ -188,7 +188,7 @@ class Outputs:
                     continue
             tier, offset = self._birthplace(tensor, engine, op)
             size = prepared.size[tensor]
-            if self._is_there(tensor, tier):
+            if self._residency.is_there(tensor, tier):
                 wants.setdefault(tier, []).append((-1, size, None))
             else:
                 wants.setdefault(tier, []).append((tensor, size, offset))
@@ -207,12 +207,6 @@ class Outputs:
             what = f"op {name!r}: tensor {names[tensor]!r}"
             raise IllegalPlan(f"{what}: {unit!r} can't write in {self._space.names[tier]!r}")
         return tier, offset
-
-    def _is_there(self, tensor: int, tier: int) -> bool:
-        """Whether a tier has, or is about to have, a copy of a result, so that its recomputation is workspace."""
-        transfer = self._residency.in_flight.get(tensor)
-        is_arriving = transfer is not None and not transfer.waits and transfer.target == tier
-        return is_arriving or self._residency.has_copy(tensor, tier)
 
     def _take(self, work: Work, tensor: int, tier: int, bytes: int, offset: int | None) -> None:
         """Take one block, for which there is space."""

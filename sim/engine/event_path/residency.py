@@ -164,6 +164,12 @@ class Residency:
         """Whether a tier has a complete copy."""
         return bool(self.copies[tensor] & 1 << tier)
 
+    def is_there(self, tensor: int, tier: int) -> bool:
+        """Whether a tier has a copy, or space for one that is on its way."""
+        transfer = self.in_flight.get(tensor)
+        is_arriving = transfer is not None and not transfer.waits and transfer.target == tier
+        return is_arriving or self.has_copy(tensor, tier)
+
     # ---- leaving -----------------------------------------------------------------------------
 
     def mark_leaving(self, tensor: int) -> None:
@@ -226,9 +232,13 @@ class Residency:
 
     def deliver(self, tensor: int, tier: int) -> None:
         """The op that produces a tensor has ended."""
+        self.discard(tensor, tier)
+        self.arrive(tensor, tier)
+
+    def discard(self, tensor: int, tier: int) -> None:
+        """It has ended, and its result is not needed: there is a copy."""
         self.end_reproducing(tensor, tier)
         self.awaited.pop(tensor, None)
-        self.arrive(tensor, tier)
 
 
 def _listens(online: Online) -> bool:

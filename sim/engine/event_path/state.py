@@ -19,8 +19,7 @@ class Work:
     why: `run` for the first one, else `recompute`.
     counted: whether its reads were expected beforehand, in program order or by a planned Recompute.
     fresh: (tensor, tier) of results that take space.
-    takeovers: (old value, new value, tier) of results in place; -1 for a new value that is resident already, so that
-        nothing takes over the storage of the old one.
+    takeovers: (old value, new value, tier) of results in place.
     workspace: (tier, bytes, handle); results that are resident already are recomputed there, too.
     began: when it began on an engine beside the device's main one.
     """
@@ -41,11 +40,6 @@ class Work:
         """It starts."""
         self.began = now
 
-    def successor_is_there(self, index: int) -> None:
-        """The result of a takeover is there already: the old value's storage is just given back."""
-        old, _, tier = self.takeovers[index]
-        self.takeovers[index] = (old, -1, tier)
-
 
 class OpsUnderWay:
     """How many there are, by what a device that waits for them calls its stall: `engine` or `peer`."""
@@ -62,8 +56,7 @@ class OpsUnderWay:
         for tensor, _ in work.fresh:
             self._residency.await_result(tensor, cause)
         for _, tensor, _ in work.takeovers:
-            if tensor >= 0:
-                self._residency.await_result(tensor, cause)
+            self._residency.await_result(tensor, cause)
 
     def end(self, cause: str, count: int) -> None:
         """So many have ended."""
