@@ -13,10 +13,10 @@ from tests.engine.reference import simulate
 from tests.engine.reference.sharing import fair, is_fair
 
 FEW, MANY = 400, 6000
-# problems on which they differed once: a device that waited for space asked again though none was given back, a write in
-# place looked at a move of the old value before all had read it, or did not look at one that followed another, a result
-# in place was not there any more when its recomputation ended, an estimate took a link that is shared for one alone, and
-# what left as it arrived was not wanted back on the fast path
+# problems on which they differed once: a device that waited for space asked again though none was given back; a write
+# in place looked at a move of the old value before all had read it, or did not look at one that followed another; a
+# result in place was not there any more when its recomputation ended; an estimate took a link that is shared for one
+# alone; and what left as it arrived was not wanted back on the fast path
 ONCE_DIFFERENT = (9046, 10457, 11640, 20821, 22812, 23186, 23756, 29474, 29608)
 
 
