@@ -234,6 +234,10 @@ def _head(library: Any, config: Any, values: Mapping[str, Any], where: str, assu
     asked = values.get("architectures") or ()
     for auto, (classes, kind) in has.items():
         if any(name in classes for name in asked):
+            if kind == "text_class" and getattr(config, "pad_token_id", None) is None:
+                # without one the library refuses more than one sample; which token it is changes no shape
+                config.pad_token_id = 0
+                assumed["the token of padding is 0"] = 1
             return getattr(library, auto), kind
     for auto, (classes, kind) in has.items():
         config.architectures = [classes[0]]  # the library needs it to choose among several classes

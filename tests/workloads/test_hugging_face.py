@@ -178,3 +178,12 @@ def test_positions_beyond_a_table_are_refused():
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
     with pytest.raises(WorkloadError, match="64 is longer than the 32 positions"):
         training_step({**config, **sizes}, batch=1, sequence=64)
+
+
+def test_a_classifier_without_a_token_of_padding_takes_several_samples():
+    asked = {"architectures": ["GPT2ForSequenceClassification"], "num_labels": 3}
+    trace = training_step({**GPT2, **asked}, batch=2, sequence=8, precision="fp32")
+    assert "the token of padding is 0" in trace.meta["assumed"]
+    stated = training_step({**GPT2, **asked, "pad_token_id": 7}, batch=2, sequence=8, precision="fp32")
+    assert "the token of padding is 0" not in stated.meta["assumed"]
+    assert [op.name for op in stated.ops] == [op.name for op in trace.ops]
