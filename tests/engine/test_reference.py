@@ -17,7 +17,7 @@ FEW, MANY = 400, 6000
 # in place looked at a move of the old value before all had read it, or did not look at one that followed another; a
 # result in place was not there any more when its recomputation ended; an estimate took a link that is shared for one
 # alone; and what left as it arrived was not wanted back on the fast path
-ONCE_DIFFERENT = (9046, 10457, 11640, 20821, 22812, 23186, 23756, 29474, 29608)
+ONCE_DIFFERENT = (9046, 10457, 11640, 20821, 22812, 23186, 23756, 27731, 29474, 29608, 30999)
 
 
 def differences(first: int, count: int) -> list[str]:

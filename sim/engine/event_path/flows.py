@@ -52,16 +52,16 @@ class Flow:
         """Whether all its bytes have flowed by now."""
         return self.remaining <= self.rate * (now - self.since)
 
-    def ends_at(self, now: int, alone: int, settled: bool) -> int:
-        """When it will end at its present rate; `alone` while it has none. settled: shares of `now` have been given."""
-        if not self.rate or (self.is_ahead and (now < self.since or (now == self.since and not settled))):
+    def ends_at(self, now: int, alone: int, shared: bool) -> int:
+        """When it will end at its present rate; `alone` while it has none. shared: shares of `now` have been given."""
+        if not self.rate or (self.is_ahead and (now < self.since or (now == self.since and not shared))):
             return alone
         remaining = self.remaining - self.rate * (now - self.since)
         return now + max(0, int(-(-remaining // self.rate)))
 
 
 class Flows:
-    """All flows now under way, with the pools that they share."""
+    """All flows now under way, with the pools that they share. settled_at: when their shares were last looked at."""
 
     def __init__(self, platform: Platform, clock: Clock) -> None:
         self._clock = clock
@@ -75,6 +75,7 @@ class Flows:
         self._users: list[Users] = []
         self._known: dict[tuple[int, ...], list[int | Fraction]] = {}
         self.stale = False
+        self.settled_at = -1
 
     def number(self, users: Users) -> int:
         """What flows of these users call them, so that their fractions are not compared again and again."""
@@ -114,10 +115,12 @@ class Flows:
 
     def settle(self) -> None:
         """If any has started or ended, give every flow its new rate and set the alarm for the next end."""
+        now = self.settled_at = self._clock.now
+        if not self.stale:
+            return
         self.stale = False
         if not self._active:
             return
-        now = self._clock.now
         soonest = -1
         for flow, rate in zip(self._active, self._fair(tuple([flow.users for flow in self._active])), strict=True):
             flow.flow_until(now)

@@ -300,10 +300,10 @@ class Links:
         running = [job for job in self._running if links.intersection(job.route)]
         waiting = {id(job): job for link in route for _, job in self._queues[link] if job.is_waiting}
         later = [(job, job.bytes) for job in waiting.values()]
-        settled = self._clock.has_settled
+        shared = self._flows.settled_at == now
         for job in running:
-            ends, left = job.present(now, settled)
-            end = max(end, ends if job.flow is None else job.flow.ends_at(now, ends, settled))
+            ends, left = job.present(now, self._clock.has_settled)
+            end = max(end, ends if job.flow is None else job.flow.ends_at(now, ends, shared))
             later.append((job, left))
         for job, left in later:
             fixed, rate = self._pace(job)

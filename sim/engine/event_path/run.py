@@ -105,8 +105,7 @@ class Settling:
             self._engines.settle()
         if self._links.stale:
             self._links.settle()
-        if self._flows.stale:
-            self._flows.settle()
+        self._flows.settle()
         return False
 
 
