@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.offload_page.bound import bound
 from sim.analysis.peak_memory import home_peak
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import simulate
@@ -296,6 +297,17 @@ def saved(
 def test_without_overhead_an_eighth_to_a_third_of_the_memory_is_saved(name: str, expected: float) -> None:
     """The abstract: up to 34.2 %, on nets of its time and a card of its generation; the limit asks for twice that."""
     assert saved(name) == pytest.approx(expected, abs=0.005)
+
+
+@pytest.mark.parametrize(("name", "most"), [("resnet-50", 0.293), ("vgg-16", 0.321), ("inception-v4", 0.332)])
+def test_without_overhead_no_plan_saves_the_published_third_over_this_link(name: str, most: float) -> None:
+    """The least time with so much less memory, whatever leaves: that of the ops up to `most`, and more beyond it."""
+    trace, card = cnn(name, 32, optimizer="sgd", kernels="cudnn"), load_profile("p100")
+    keep = simulate(trace, card, "keep_all").log
+    less, more, published = (
+        bound(trace, card, int((1 - part) * home_peak(keep))).ns for part in (most - 0.005, most + 0.005, 0.342)
+    )
+    assert less <= 1.001 * keep.end < more < published
 
 
 def test_with_weights_and_gradients_away_vgg_16_saves_almost_twice_as_much() -> None:
