@@ -36,19 +36,18 @@ def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None, *, thr
         allow; else in the reverse, so that one that is needed later may have the space, and the link, first.
     """
     start, load = curve.start.copy(), curve.load.copy()
-    for one in chosen:
-        load[one.left + 1 : one.back] -= one.bytes
     away: dict[Absence, int] = {}
     waits: dict[Absence, int] = {}
     free = 0
+    # in the order of the link, so that beside an op those that leave behind one that has not left are there, too
     for one in sorted(chosen, key=lambda one: (one.left, one.back)):
         free = max(int(start[one.left] + curve.end[one.left] - curve.start[one.left]), free) + one.out_ns
-        gone = int(np.searchsorted(start, free))
-        full = _above(load[one.left + 1 : min(gone, one.back)] + one.bytes, limit)
+        gone = max(int(np.searchsorted(start, free)), one.left + 1)
+        full = _above(load[one.left + 1 : min(gone, one.back)], limit)
         if len(full):
             gone = waits[one] = one.left + 1 + int(full[0])
             start[gone:] += free - int(start[gone])
-        load[one.left + 1 : min(gone, one.back)] += one.bytes
+        load[gone : one.back] -= one.bytes
         away[one] = gone
     due = _just_in_time(start, chosen) if through_time and limit is not None else {}
     trips, earliest = [], 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -234,13 +234,54 @@ def test_of_copies_in_at_the_same_op_what_is_read_first_precedes() -> None:
     assert [action.tensor for action in copies_in(trips, "hbm")] == [2, 1, 0]
 
 
-def test_two_that_leave_share_the_space_of_ops_beside_which_both_are_still_there() -> None:
-    # both take 20: 1, which is needed first, leaves first and is away at 30, 0 at 50. Without them ops 1 to 4 hold 2;
-    # with 1 ops 1 and 2 hold 6, with both 10: so the device waits before op 1 until 0 is away
+def test_what_leaves_later_is_waited_for_only_if_what_leaves_before_it_is_not_enough() -> None:
+    # both take 20: 1, which is needed first, leaves first and is away at 30, 0 at 50. With both ops 1 to 4 hold 10, with
+    # 0 alone 6: so the device waits before op 1 until 1 is away, and 0 leaves beside ops 1 and 2
     load = [10, 10, 10, 10, 10, 2, 2, 2, 2, 10]
     drawn = [Absence(0, 4, 0, 9, 0, 20, 5), Absence(1, 4, 0, 8, 0, 20, 5)]
-    waits = {trip.tensor: trip.wait for trip in scheduled(curve(load), drawn, 7)}
-    assert waits == {0: 1, 1: None}
+    for limit, expected in ((7, {0: None, 1: 1}), (5, {0: 1, 1: 1})):
+        assert {trip.tensor: trip.wait for trip in scheduled(curve(load), drawn, limit)} == expected
+
+
+def ends(load: Sequence[int], chosen: Sequence[Absence], holds: Callable[[int, set[int]], Absence | None]) -> int:
+    """When ten ops of 10 ns have ended, each of which begins when nothing is left that it is held for.
+
+    holds: of an op, and of the tensors that are away, the one that it waits for next.
+    """
+    time, free, away = 0, 0, dict[int, int]()
+    for op in range(len(load)):
+        while (one := holds(op, {t for t, at in away.items() if at <= time})) is not None:
+            time = max(time, away[one.tensor])
+        time += 10
+        for one in sorted(chosen, key=lambda one: one.back):
+            if one.left == op:
+                away[one.tensor] = free = max(free, time) + one.out_ns
+    return time
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=10, max_size=10),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.integers(5, 9), st.integers(1, 60)), max_size=5),
+    st.integers(0, 20),
+)
+def test_the_device_waits_no_longer_than_for_what_has_to_have_left(rest, drawn, limit) -> None:
+    """Over a link that copies in order, each op begins as soon as enough has left, found here op by op."""
+    chosen = [Absence(t, size, left, back, 0, out, 1) for t, (size, left, back, out) in enumerate(drawn)]
+    load = [more + sum(one.bytes for one in chosen if one.left <= op <= one.back) for op, more in enumerate(rest)]
+    order = sorted(chosen, key=lambda one: (one.left, one.back))
+
+    def enough(op: int, away: set[int]) -> Absence | None:
+        here = [one for one in order if one.left < op < one.back]
+        if load[op] - sum(one.bytes for one in here if one.tensor in away) <= limit:
+            return None
+        return next((one for one in here if one.tensor not in away), None)
+
+    waits = {trip.tensor: trip.wait for trip in scheduled(curve(load), chosen, limit)}
+
+    def planned(op: int, away: set[int]) -> Absence | None:
+        return next((one for one in order if waits[one.tensor] == op and one.tensor not in away), None)
+
+    assert ends(load, chosen, planned) == ends(load, chosen, enough)
 
 
 @settings(max_examples=60, deadline=None)
