@@ -167,6 +167,13 @@ def test_what_is_needed_last_gives_space() -> None:
     assert moves == [(0, "slow", 1), (0, "fast", 4)]
 
 
+def test_what_gives_space_leaves_at_the_end_of_the_interval_that_used_it_last() -> None:
+    # tensor 2 needs the space from layer 4 on; tensor 0 is used in layer 1, tensor 1 in none until layer 5
+    begins, moves = migration(100, unit(0, 40, [0, 1, 5]), unit(1, 40, [0, 4]), unit(2, 40, [4], made=4))
+    assert begins == []
+    assert moves == [(0, "slow", 2), (0, "fast", 5)]
+
+
 def test_the_hottest_is_prefetched_and_nothing_that_is_needed_as_soon_leaves_for_it() -> None:
     """Tensors 2 and 3 begin in the slow tier; in layer 1 there is space for one of them beside 1 and 4."""
     cold, hot = unit(2, 40, [2]), unit(3, 40, [2], accesses=9)
@@ -212,15 +219,17 @@ def slower(net: str, images: int, conv: str = "0.7", **rates: str) -> float:
 CORES = {"to_pmm": "12 GB/s", "from_pmm": "29 GB/s"}
 
 
-def test_on_optane_a_fifth_of_the_peak_costs_little_where_copies_have_all_cores() -> None:
-    """Published: 8 % at most. Here 16 %, and more than twice the time where one thread copies beside the compute."""
-    assert slower("resnet-50", 32, **CORES) == pytest.approx(1.161, abs=0.01)
+def test_on_optane_a_fifth_of_the_peak_costs_the_published_8_percent_where_copies_have_all_cores() -> None:
+    """Published: 8 % at most. More than twice the time where one thread copies beside the compute."""
+    assert slower("resnet-50", 32, **CORES) == pytest.approx(1.078, abs=0.01)
     assert slower("resnet-50", 32) > 2
 
 
 @pytest.mark.slow
-def test_on_optane_the_published_bound_holds_for_a_deeper_net_and_for_one_with_faster_copies() -> None:
+def test_on_optane_deeper_nets_and_faster_copies_cost_less() -> None:
     """The first layers of ResNet-50 produce more than 12 GB/s; in ResNet-152 deeper ones make up for them."""
-    assert slower("resnet-152", 32, **CORES) == pytest.approx(1.055, abs=0.01)
-    assert slower("resnet-50", 32, to_pmm="24 GB/s", from_pmm="58 GB/s") == pytest.approx(1.055, abs=0.01)
-    assert slower("resnet-50", 32, conv="0.35", **CORES) == pytest.approx(1.073, abs=0.01)
+    assert slower("resnet-152", 32, **CORES) == pytest.approx(1.006, abs=0.005)
+    assert slower("resnet-101", 32, **CORES) == pytest.approx(1.022, abs=0.005)
+    assert slower("inception-v4", 32, **CORES) == pytest.approx(1.092, abs=0.01)
+    assert slower("resnet-50", 32, to_pmm="24 GB/s", from_pmm="58 GB/s") == pytest.approx(1.030, abs=0.01)
+    assert slower("resnet-50", 32, conv="0.35", **CORES) == pytest.approx(1.030, abs=0.01)

@@ -26,9 +26,10 @@ class Sentinel(Policy):
 
     A profiling step shows each tensor's layers and accesses. Those that are smaller than a page share one with
     others of the same first and last layer and as many accesses, and pages migrate whole. What lives within one layer
-    stays in a part of the fast tier that is reserved for it. Before an interval of `interval` layers, what neither it
-    nor the next one uses gives space, the farthest next use first, then the coldest; what the next one uses is brought
-    from the slow tier, the hottest (accesses per byte) first, as far as there is space. If that is late, the device
+    stays in a part of the fast tier that is reserved for it. For an interval of `interval` layers, what neither it nor
+    the next one uses gives space, the farthest next use first, then the coldest, and leaves at the end of the interval
+    that used it last; what the next one uses is brought from the slow tier when the interval begins, the hottest
+    (accesses per byte) first, as far as there is space. If that is late, the device
     either waits at the start of the interval, or goes on: where its engine reads the slow tier in place, on what is
     still there, else until an op needs it. Lengths and both cases are each tried for one step, and the fastest is
     kept.
@@ -37,18 +38,16 @@ class Sentinel(Policy):
         of it.
     Bounds: nothing migrates where all fits. A replay per length that fits (six at most), and two for the case of late
         prefetches. O(intervals x pages) each.
-    Headline: a fifth of the peak as fast memory costs 8 % at most on DRAM and Optane. Here on `xeon_optane` ResNet-50
-        (32 images) takes 16 % more time with a fifth, and 4 % more with half, where copies run at the rates of all
-        cores, and ResNet-152 5.5 % with a fifth: the device waits for space while the first layers' results leave at 12
-        GB/s; at twice that ResNet-50 takes 5.5 %, and 7.3 % where convolutions reach 35 % of the cores' peak instead of
-        the 70 that the profile assumes. At the rates of one thread beside the compute, which the profile states, 218
-        and 165 %.
+    Headline: a fifth of the peak as fast memory costs 8 % at most on DRAM and Optane. Here on `xeon_optane`, where
+        copies run at the rates of all cores, it costs ResNet-50 (32 images) 7.8 %, ResNet-101 2.2, ResNet-152 0.6 and
+        Inception-v4 9.2: the device waits for space while the first layers' results leave at 12 GB/s; at twice that
+        ResNet-50 takes 3.0 % more. At the rates of one thread beside the compute, which the profile states, 148.
     Departs: lifetimes and accesses are those of the trace, and a step of trial is a replay, not an iteration of the
         run. Rounding to pages is counted (`page_bytes`), and not copied. Lengths are powers of two. What begins in the
         slow tier, as it does not fit, is what is needed last. Under pressure that the intervals do not foresee, what
         is needed last is moved out, where the GPU's variant has page faults. What other engines or devices use stays.
-        Slower than `swap_all` where a whole interval's needs leave no space for the next one's, as its authors' choice
-        of few, long intervals has it.
+        Slower than `swap_all` where optimizer states are what is needed last, and so leave: they return in the update,
+        an interval ahead, which takes less time than their copies.
 
     interval: layers per interval; None: found by trial.
     late: `wait`, `go_on`, or `trial` for the better of both.

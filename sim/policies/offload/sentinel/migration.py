@@ -43,6 +43,7 @@ class Migration:
         self._until = [max(storage.until for storage in unit.storages) for unit in units]
         self._resident: set[int] = set()
         self._away: set[int] = set()
+        self._since: dict[int, int] = {}  # the interval in which it arrived, or was used last
         spare = self.capacity - (self.profiled.reserved[0] if layers else 0)
         for i, unit in sorted(enumerate(units), key=lambda pair: (pair[1].layers, pair[0])):
             begins = [(s.values[0][1], s.bytes) for s in unit.storages if s.values[0][0] < 0]
@@ -71,23 +72,29 @@ class Migration:
         held = needed + sum(units[i].bytes for i in self._resident - now)
         wanted = sum(units[i].bytes for i in soon)
         if held + wanted > self.capacity:
-            held = self._evict(k, first, now, held, wanted)
+            held = self._evict(k, now, held, wanted)
         for i in (*missing, *soon):
             if i in now or held + units[i].bytes <= self.capacity:
                 held += 0 if i in now else units[i].bytes
                 self._move(units[i], first, self.home)
                 self._away.discard(i)
                 self._resident.add(i)
+                self._since[i] = k
         self._resident |= now
+        self._since.update(dict.fromkeys(now, k))
 
-    def _evict(self, k: int, first: int, now: set[int], held: int, wanted: int) -> int:
-        """Free space for so many bytes more, but not of what the next interval uses; the bytes that are held then."""
+    def _evict(self, k: int, now: set[int], held: int, wanted: int) -> int:
+        """Free space for so many bytes more, but not of what the next interval uses; the bytes that are held then.
+
+        What leaves does so at the end of the interval that used it last, so that its copy has the time until this one.
+        """
         units = self.profiled.units
         later = {i: self._next(i, k) for i in self._resident - now}
         for i in sorted(later, key=lambda i: (-later[i], units[i].heat, i)):
             if held <= self.capacity and (held + wanted <= self.capacity or later[i] == k + 1):
                 break
-            self._move(units[i], first, self.slow)
+            idle = (self._since.get(i, -1) + 1) * self.interval
+            self._move(units[i], self.profiled.layers[idle][0], self.slow)
             self._resident.discard(i)
             self._away.add(i)
             held -= units[i].bytes
