@@ -235,7 +235,7 @@ def test_of_copies_in_at_the_same_op_what_is_read_first_precedes() -> None:
 
 
 def test_what_leaves_later_is_waited_for_only_if_what_leaves_before_it_is_not_enough() -> None:
-    # both take 20: 1, which is needed first, leaves first and is away at 30, 0 at 50. With both ops 1 to 4 hold 10, with
+    # both take 20: 1, which is needed first, leaves first and is away at 30, 0 at 50. Both make ops 1 to 4 hold 10, and
     # 0 alone 6: so the device waits before op 1 until 1 is away, and 0 leaves beside ops 1 and 2
     load = [10, 10, 10, 10, 10, 2, 2, 2, 2, 10]
     drawn = [Absence(0, 4, 0, 9, 0, 20, 5), Absence(1, 4, 0, 8, 0, 20, 5)]

@@ -12,7 +12,7 @@ from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.policies.offload.stronghold.window import Window
 from sim.rewrites.values import departures
-from sim.trace import Trace
+from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, machine
 from tests.policies.offload.test_zero_offload import layers
 from workloads.transformer import transformer
@@ -146,6 +146,36 @@ def test_the_first_layers_are_fetched_where_they_are_not_resident_and_recomputat
     assert ends(alone)["f3"] == 10 + 4 * 20
     step = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16")
     assert simulate(step, machine(), "stronghold + full_recompute").log.complete
+
+
+def stages(*sizes: int, took: int, count: int = 8) -> Trace:
+    """Per device as many layers, with weights of its size in MB, each read by an op of so many microseconds."""
+    b = TraceBuilder()
+    for device, size in enumerate(sizes):
+        y = b.tensor(f"x{device}", 1, "input")
+        for i in range(count):
+            w, x = b.tensor(f"w{device}.{i}", size * 10**6, "weight", layer=i), y
+            y = b.tensor(f"y{device}.{i}", 1, layer=i)
+            b.op(f"f{device}.{i}", "matmul", reads=[x, w], writes=[y], layer=i, device=device, duration=took * 1000)
+    return b.build()
+
+
+def test_the_window_fits_every_device_and_hides_the_copies_of_each() -> None:
+    one, two = (load_profile("a100_80_sxm", overrides={"devices": str(n)}) for n in (1, 2))
+
+    def window(trace: Trace, budget: int = 1000) -> int:
+        card = two if trace.devices == 2 else one
+        done = simulate(trace, card, "stronghold", budget=budget * 10**6)
+        assert done.log.counters["implicit_moves"] == 0
+        return int(done.plan.notes["window"])
+
+    # 10 MB take 415 us, and 100 MB more than 4 ms
+    small, large = (window(stages(size, took=1500)) for size in (10, 100))
+    assert (small, large) == (1, 6)
+    assert window(stages(10, 100, took=1500)) == window(stages(100, 10, took=1500)) == large
+    # in 350 MB there are three of 100 MB; those of 10 alone would have more
+    assert window(stages(10, took=100), 350) > 2
+    assert window(stages(10, 100, took=100), 350) == 2
 
 
 def test_what_is_wrong_is_named() -> None:

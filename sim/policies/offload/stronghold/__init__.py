@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -12,7 +12,7 @@ from annotated_types import Ge
 from sim.errors import Deadlock, Infeasible
 from sim.plan import Action, Drop, Move, Plan, Problem
 from sim.policies.base import Policy, by_parameter
-from sim.policies.offload.stronghold.window import Window, as_gradients_arrive
+from sim.policies.offload.stronghold.window import Window, as_gradients_arrive, chosen, distinct
 from sim.rewrites.fused_update import fuse_updates
 from sim.rewrites.host_update import Split, device_updates, updated_on_host, updating_host, with_resident
 from sim.rewrites.weight_parts import with_weight_parts
@@ -33,15 +33,18 @@ class Stronghold(Policy):
     The window is the smallest for which (1) what is resident besides weights and the largest window + 1 neighbouring
     layers fit the device, (2) on a link that copies one after the other each layer's weights arrive before it begins in
     forward, (3) the same in backward, and (4) the CPU has updated a layer before the next iteration fetches it. Where
-    none meets all, it is the largest that fits.
+    none meets all, it is the largest that fits. Of several devices each has to meet them, with the same window.
     Source: Sun et al., "STRONGHOLD: Fast and Affordable Billion-Scale Deep Learning Model Training", SC 2022 (abstract:
         the working window, the analytic choice of its size, updates beside backward).
     Bounds: with `resident`, layers of equal times F and copies H: no stall from window 1 on if H <= F, else from
         L - (L - 1) F / H on; with a smaller window w forward takes (L - w) H + F. Weights on the device: those of
         window + 1 layers. Plans in O(ops + operands) per window tried.
     Departs: the paper's inequalities are per window; the cumulative form is exact for a link that copies in order.
-        Times are those of the platform's model, not of profiled iterations. One executor and one CPU worker; no drive
-        behind the host, no MILP over windows of different lengths. Condition (4) assumes the next iteration at once.
+        Times are those of the platform's model, not of profiled iterations, and do not count that a device waits for
+        another. Activations stay on the device; other policies move or recompute them. One executor and one CPU
+        worker; no drive behind the host, no MILP over windows of different lengths. Condition (4) assumes the next
+        iteration at once. Conditions (2) and (4) count the first layers as resident, which without `resident`, the
+        default, they are not: forward then waits for the copy of the first.
         The device hands an update to the CPU between two of its ops. The paper's ring of buffers is the release at a
         layer's end.
 
@@ -76,31 +79,32 @@ class Stronghold(Policy):
         new = updated_on_host(split, in_place=True)
         early, arrived = as_gradients_arrive(new.trace, [new.tensors[t] for t in split.ready()], problem, host)
         cost = problem.cost.over(early, platform)
-        windows = Window(early, arrived, platform, cost, host)
+        devices = [Window(early, arrived, platform, cost, host, device) for device in range(early.devices)]
         if self.window:
-            return _planned(problem, windows, self.window, self.resident)
+            return _planned(problem, devices, self.window, self.resident)
         if self.choice == "formula":
-            return _planned(problem, windows, windows.chosen(), self.resident)
+            return _planned(problem, devices, chosen(devices), self.resident)
         best: tuple[int, int, Plan] | None = None
-        for window in windows.distinct():
-            plan = _planned(problem, windows, window, self.resident)
+        for window in distinct(devices):
+            plan = _planned(problem, devices, window, self.resident)
             try:
                 end = problem.evaluate(plan).end
             except (Infeasible, Deadlock):
                 continue
             if best is None or (end, window) < best[:2]:
                 best = end, window, plan
-        return best[2] if best else _planned(problem, windows, 1, self.resident)
+        return best[2] if best else _planned(problem, devices, 1, self.resident)
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
         """The update beside the device, as here; without memory to save it may still be the faster one."""
         return {"the update on the CPU": self.plan(problem)}
 
 
-def _planned(problem: Problem, windows: Window, window: int, stays: bool) -> Plan:
+def _planned(problem: Problem, devices: Sequence[Window], window: int, stays: bool) -> Plan:
     """The plan for a window."""
-    trace, platform, host = windows.trace, problem.platform, windows.host
-    resident = with_resident(trace, windows.first_reads(window) if stays else {})
+    trace, platform, host, updates = devices[0].trace, problem.platform, devices[0].host, devices[0].updates
+    early = {t: ops for each in devices for t, ops in each.first_reads(window).items()}
+    resident = with_resident(trace, early if stays else {})
     whole = resident.trace
     actions: list[Action] = []
     streamed, place = stream_weights(whole, platform, host, window, but=resident.copies, weighted=True)
@@ -109,15 +113,15 @@ def _planned(problem: Problem, windows: Window, window: int, stays: bool) -> Pla
         place[copy] = home
         actions.append(Drop(copy, home, after=last))
         actions.append(Move(fresh, home, after=int(whole.producer[fresh])))
-    for last, first in windows.trace.carry:
+    for last, first in trace.carry:
         made = int(whole.producer[last])
-        if first in place and first not in resident.copies and made in windows.updates and whole.replaced_by[first] < 0:
+        if first in place and first not in resident.copies and made in updates and whole.replaced_by[first] < 0:
             actions.append(Drop(first, host, after=made))
-    for op in sorted(windows.updates):
+    for op in sorted(updates):
         for t in whole.reads(op):
             made = int(whole.producer[t])
-            if made >= 0 and made not in windows.updates:
-                last = max([made, *(r for r in whole.readers(t) if r not in windows.updates)])
+            if made >= 0 and made not in updates:
+                last = max([made, *(r for r in whole.readers(t) if r not in updates)])
                 actions.append(Move(t, host, after=last))
-    actions += parts_up(whole, windows.updates, [platform.home(d).name for d in range(whole.devices)])
+    actions += parts_up(whole, updates, [platform.home(d).name for d in range(whole.devices)])
     return Plan(whole, (*streamed, *actions), place=place, notes={"window": window})

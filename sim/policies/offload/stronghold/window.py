@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from sim.hardware.platform import Platform
 from sim.plan import Cost, Problem
 from sim.rewrites.order import as_early, must_precede
@@ -65,15 +67,17 @@ class Window:
     updates: the CPU's ops, and when the gradients of each have arrived.
     """
 
-    def __init__(self, trace: Trace, updates: Mapping[int, int], platform: Platform, cost: Cost, host: str) -> None:
-        self.trace, self.platform, self.host, self.updates = trace, platform, host, updates
+    def __init__(
+        self, trace: Trace, updates: Mapping[int, int], platform: Platform, cost: Cost, host: str, device: int
+    ) -> None:
+        self.trace, self.platform, self.host, self.updates, self.device = trace, platform, host, updates, device
         c = trace.op_columns
         runs, position = runs_of(trace, platform, weighted=True)
-        self.runs = runs.get(0, [])
+        self.runs = runs.get(device, [])
         self.cost = cost
-        self.home = platform.home(0).name
+        self.home = platform.home(device).name
         self.weights = [
-            (t, readers) for t, readers in streamed(trace, platform, gathered=True) if c.device[readers[0]] == 0
+            (t, readers) for t, readers in streamed(trace, platform, gathered=True) if c.device[readers[0]] == device
         ]
         self.position = position
         self.end = {first: last for last, first in trace.carry}
@@ -87,19 +91,10 @@ class Window:
                 found[t] = here
         return found
 
-    def distinct(self) -> range:
-        """The windows that differ: up to all forward runs."""
-        return range(1, max(self.forward, 1) + 1)
-
     @cached_property
     def forward(self) -> int:
         """How many runs are forward."""
         return sum(1 for run in self.runs if self.trace.op_columns.phase[run[0]] == FORWARD)
-
-    def chosen(self) -> int:
-        """The smallest window that meets all conditions, else the largest that fits; 1 where none does."""
-        fitting = [w for w in self.distinct() if self.fits(w)]
-        return next((w for w in fitting if self.hides(w)), fitting[-1] if fitting else 1)
 
     # ---- (1) memory ----------------------------------------------------------------------------
 
@@ -122,6 +117,7 @@ class Window:
         for t, size in enumerate(trace.tensor_columns.bytes.tolist()):
             made = int(trace.producer[t])
             here = [op for op in (made, *trace.readers(t)) if op >= 0 and op not in self.updates]
+            here = [op for op in here if c.device[op] == self.device]
             if t in own or not here or (made < 0 and trace.tensor_columns.role[t] in MODEL and t not in kept):
                 continue
             last = max(here) if t not in kept or len(here) < 1 else len(c.name)
@@ -130,16 +126,14 @@ class Window:
                 last = self.runs[run][-1] if run < len(self.runs) else len(c.name)
             change[max(made, 0)] += int(size)
             change[last + 1] -= int(size)
-        return max(
-            used + int(workspace)
-            for used, workspace in zip(accumulate(change), [*c.workspace.tolist(), 0], strict=False)
-        )
+        workspace = np.where(c.device == self.device, c.workspace, 0)
+        return int((np.cumsum(change)[: len(workspace)] + workspace).max(initial=0))
 
     def fits(self, window: int) -> bool:
         """Condition (1)."""
         layers = self.layer_bytes
         most = max((sum(layers[i : i + window + 1]) for i in range(len(layers))), default=0)
-        return most + self.rest <= self.platform.home(0).capacity
+        return most + self.rest <= self.platform.home(self.device).capacity
 
     # ---- (2) to (4) time -----------------------------------------------------------------------
 
@@ -169,12 +163,24 @@ class Window:
         began = list(accumulate(self.times, initial=0))
         first = {t: self.position[readers[0]] for t, readers in self.weights}
         for op in sorted(self.updates):
-            if self.trace.op_columns.device[op] == 0:
+            if self.trace.op_columns.device[op] == self.device:
                 free = max(free, self.updates[op]) + self.cost.op_ns(op)
                 runs = [at for t, at in first.items() if int(self.trace.producer[self.end.get(t, t)]) == op]
                 if runs and min(runs) >= window and free > total + began[min(runs) - window]:
                     return False
         return True
+
+
+def distinct(devices: Sequence[Window]) -> range:
+    """The windows that differ: up to all forward runs of any device."""
+    return range(1, max(1, *(each.forward for each in devices)) + 1)
+
+
+def chosen(devices: Sequence[Window]) -> int:
+    """The smallest window that meets all conditions on each device, else the largest that fits; 1 where none does."""
+    fitting = [window for window in distinct(devices) if all(each.fits(window) for each in devices)]
+    hiding = (window for window in fitting if all(each.hides(window) for each in devices))
+    return next(hiding, fitting[-1] if fitting else 1)
 
 
 def _in_time(times: Sequence[int], copies: Sequence[int], window: int) -> bool:
