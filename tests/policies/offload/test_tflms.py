@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -12,14 +13,16 @@ from hypothesis import strategies as st
 from sim.errors import OutOfMemory, PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
+from sim.policies.offload import tflms
 from sim.policies.offload.tflms import _greatest
 from sim.policies.offload.tflms.counting import counted
 from sim.policies.offload.tflms.swaps import Settings, Swapper
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, Facts, facts, machine
 from tests.policies.offload.test_vdnn import net
-from workloads import cnn
+from workloads import cnn, transformer
 
+SMALL = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 128}
 FIVE = net([("conv", 10, 20, 20)] * 5)
 
 
@@ -211,6 +214,16 @@ def test_tuning_turns_itself_off_and_then_swaps_no_more_than_it_must() -> None:
     more = Settings(found.swapout_threshold + 1, 1, 0, found.sync_mode)
     assert max(counted(trace, swapper.swaps(found), found)) <= 0.9 * keep
     assert max(counted(trace, swapper.swaps(more), more)) > 0.9 * keep
+
+
+@pytest.mark.parametrize(("layout", "share"), [({"dp": 2}, 0.8), ({"pp": 2}, 0.8), ({}, 0.9)])
+def test_in_a_run_of_several_ranks_less_memory_is_counted_on(layout: dict[str, int], share: float, monkeypatch) -> None:
+    trace = transformer({**SMALL, "n_layer": 2}, batch=4, sequence=32, optimizer="sgd")
+    card, given = load_profile("a100_80_sxm", overrides={"devices": str(math.prod(layout.values()))}), list[float]()
+    monkeypatch.setattr(tflms, "fits", lambda problem, swaps, settings, share: not given.append(share))
+    simulate(trace, card, "tflms", parallel=layout)
+    simulate(trace, card, "tflms", parallel=layout, memory_share=0.7)
+    assert given == [share, 0.7]
 
 
 # ---- as published --------------------------------------------------------------------------------

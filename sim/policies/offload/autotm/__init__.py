@@ -42,12 +42,13 @@ class AutoTm(Policy):
     Headline: 50 to 80 % of DRAM replaced by Optane at 27.7 % less speed (geometric mean; a first-touch placement loses
         71.9 %). Here on `xeon_optane`, with half and four fifths replaced, VGG-16 and AlexNet take 38 % more time with
         static placement, which is 28 % less speed, and 33 % more with copies beside ops.
-    Departs: a copy runs beside one of the `window` ops behind a use or ahead of the next, not any. An op has one
-        implementation. Sizes are bytes, not pages of 4 KiB. Tensors that memory is large enough for throughout their
-        life are in the fast tier, and decided before. What fits only without holes between blocks is solved again with
-        less memory, of the whole device and not of the op. Where the slow tier is too small, as DRAM in front of CXL,
-        the program is solved once more with the tier behind it: each tensor has one of the two, fixed before, those
-        that live longest the nearer one. What other engines or groups use stays.
+    Departs: an op's time is the sum of what each operand adds in its tier, by the cost model; the paper measures it for
+        each combination of tiers. A copy runs beside one of the `window` ops behind a use or ahead of the next. An op
+        has one implementation. Sizes are bytes, not pages of 4 KiB. Tensors that memory is large enough for throughout
+        their life are in the fast tier, and decided before. What fits only without holes between blocks is solved again
+        with less memory, of the whole device and not of the op. Where the slow tier is too small, as DRAM in front of
+        CXL, the program is solved once more with the tier behind it: each tensor has one of the two, fixed before,
+        those that live longest the nearer one. What other engines or groups use stays.
         Slower than `swap_all` where copies take longer than an op, since the device waits for each: as published,
         whose slow tier is read at a third of DRAM's rate.
 

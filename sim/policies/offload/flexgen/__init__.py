@@ -40,12 +40,13 @@ class FlexGen(Policy):
         The program has eleven columns and is solved for each number of batches; then a replay for each part of the
         memory that is tried and each place of attention, until one fits.
     Departs: bytes and times come from trace and machine, not from a model's sizes. The size of a batch is the trace's:
-        batches are its independent parts (`micro_batches`). Whole tensors are placed, in proportion layer by
-        layer, the cache by batch and layer, where the paper divides tensors. Links, not measured
-        rates, set the paces, and their fixed times do not count in the program. No compression to 4 bits: weights of
-        four bits are `frozen_dtype` of the workload. The program does not know by how much a replay needs more than it
-        counts; it is repeated with less memory where its plan does not fit; where none does,
-        everything is tried away from the device, batch by batch.
+        batches are its independent parts (`micro_batches`). Whole tensors are placed, in proportion layer by layer, the
+        cache by batch and layer, where the paper divides tensors. Links, not measured rates, set the paces, and their
+        fixed times do not count in the program. The largest of copies and computation is that of a whole phase, as of
+        its layers where these are alike; the paper's is per layer. Of the host it counts what resides there, and no
+        buffers. No compression to 4 bits: weights of four bits are `frozen_dtype` of the workload. The program does not
+        know by how much a replay needs more than it counts; it is repeated with less memory where its plan does not
+        fit; where none does, everything is tried away from the device, batch by batch.
 
     batches: of a block; None for the number with the most tokens per second.
     attention: to what is not on the device: on the `device`, on the `host`'s processor, or `auto`.

@@ -32,10 +32,11 @@ class MoeTiering(Policy):
         "Fast Inference of Mixture-of-Experts Language Models with Offloading", arXiv:2312.17238.
     Bounds: with a slot for each expert every one is fetched at most once per iteration; with fewer than a layer reads,
         each of its visits once. Misses with least recent use are at least those with `belady`.
-    Departs: experts that a device updates need its memory for that; `zero_offload(weights=host) + moe_tiering`
-        updates them on the host. An expert runs where the trace has it, not when it arrives, and never on the CPU.
-        The prediction of a router that is applied a layer early is drawn: it is right for each expert with the
-        probability given.
+    Departs: experts that a device updates need its memory for that; `zero_offload(weights=host) + moe_tiering` updates
+        them on the host. An expert runs where the trace has it, not when it arrives, and never on the CPU; so missing
+        ones are fetched in the order in which they run, not those with the most tokens first. Where all fit, they begin
+        on the host all the same. Of replacements, least frequent use is left out. The prediction of a router that is
+        applied a layer early is drawn: it is right for each expert with the probability given.
 
     slots: experts per device, None for as many as its memory holds.
     replacement: `lru`, or `belady`, which sends away the expert that is needed last, as no online policy can.

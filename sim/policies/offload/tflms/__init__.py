@@ -15,6 +15,9 @@ from sim.policies.offload.tflms.counting import fits
 from sim.policies.offload.tflms.swaps import Settings, Swapper
 from sim.solvers.cascade import cascade
 
+SHARE, DISTRIBUTED_SHARE = 0.9, 0.8
+"""Of the memory that weights and states leave what is counted on, in the public code."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tflms(Policy):
@@ -46,7 +49,8 @@ class Tflms(Policy):
     swapin_groupby: how many levels apart two readers may be that share a copy in; None: tuned.
     sync_mode: what computation waits for: 0 for neither, 1 for copies out, 2 for copies in, which then begin at their
         reader, 3 for both; None: the first with which the lowest threshold passes.
-    memory_share: of the memory that weights and optimizer state leave, the share that is counted on.
+    memory_share: of the memory that weights and optimizer state leave, the share that is counted on; None: 0.9, and
+        0.8 in a run of several ranks.
     Notes of the plan: the four values.
     Raises PolicyError for a negative number, another mode, a share outside (0, 1], or a platform without a host tier.
     """
@@ -66,15 +70,16 @@ class Tflms(Policy):
     swapin_ahead: Annotated[int, Ge(1)] | None = None
     swapin_groupby: Annotated[int, Ge(0)] | None = None
     sync_mode: Literal[0, 1, 2, 3] | None = None
-    memory_share: Annotated[float, Gt(0), Le(1)] = 0.9
+    memory_share: Annotated[float, Gt(0), Le(1)] | None = None
 
     def plan(self, problem: Problem) -> Plan:
         """The moves of the settings given or found; notes: the settings."""
         trace, platform = problem.trace, problem.platform
         if platform.host is None:
             raise PolicyError(f"tflms: {platform.name} has no host tier to swap to")
-        swapper = Swapper(trace)
-        settings = self._tuned(swapper, lambda s: fits(problem, swapper.swaps(s), s, self.memory_share))
+        swapper, ranks = Swapper(trace), trace.op_columns.ring or trace.op_columns.group
+        share = self.memory_share or (DISTRIBUTED_SHARE if ranks else SHARE)
+        settings = self._tuned(swapper, lambda s: fits(problem, swapper.swaps(s), s, share))
         actions = swapper.actions(settings, platform, platform.host.name)
         return Plan(trace, cascade(trace, platform, actions, platform.host.name), notes=vars(settings))
 

@@ -45,11 +45,12 @@ class ZeroInfinity(Policy):
         operands).
         On d ranks (`zero=3`) each has 1/d of all this: it fetches its part over its own links, and the network gathers
         (section 6.1, bandwidth-centric partitioning).
-    Departs: operators are not tiled (5.1.3). The paper stages a weight on the host, drive to host three
-        operators ahead and host to device two; here both links carry it at once. Buffers on the host are bounded by
-        what is still being written; where the CPU is slower than the drive, tiles that were read wait there. Its Adam
-        also keeps fp32 gradients, 4 of its 20 bytes per parameter, which no trace here has. Order and reuse are taken
-        from the trace, which its first iteration records. Activations belong to other policies, as in
+    Departs: what is fetched together is a layer, where the paper fetches operators, so that `ahead` counts layers and
+        the device holds more. Operators are not tiled (5.1.3). The paper stages a weight on the host, drive to host
+        three operators ahead and host to device two; here both links carry it at once. Buffers on the host are bounded
+        by what is still being written; where the CPU is slower than the drive, tiles that were read wait there. Its
+        Adam also keeps fp32 gradients, 4 of its 20 bytes per parameter, which no trace here has. Order and reuse are
+        taken from the trace, which its first iteration records. Activations belong to other policies, as in
         `zero_infinity + full_recompute; checkpoints: swap_all`.
 
     states: where optimizer states and gradients reside: `host`, `nvme` (the tier behind the host), or `auto`, which is
