@@ -10,13 +10,14 @@ import pytest
 
 from sim.engine.replay import replay
 from sim.errors import ProfileError
-from sim.experiment import Prices
+from sim.experiment import Prices, simulate
 from sim.hardware import fit_error, load_profile, profile_names, profile_text
 from sim.hardware.cost import flops_per_second, op_times, slow_operand_ns
 from sim.hardware.platform import STANDINGS
 from sim.hardware.schema import Model
 from sim.plan import Move, Plan, Wait
 from sim.trace import TraceBuilder
+from workloads import transformer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import make_profiles
@@ -168,8 +169,8 @@ def test_a_drive_is_read_directly_or_by_way_of_the_host():
     }  # fmt: skip
 
 
-def test_more_requests_at_once_hide_the_fixed_time_of_a_request_up_to_the_drives_rate():
-    """Little's law: n requests of s bytes and t fixed time carry min(rate, n s / (t + s / rate))."""
+def test_copies_in_flight_on_a_drive_share_its_rate_and_one_fixed_time():
+    """d copies of s bytes that begin together take t + d s / rate: more in flight hide more of the fixed time."""
     size, count = 65_536, 64
     b = TraceBuilder()
     weights = [b.tensor(f"w{i}", size, "weight") for i in range(count)]
@@ -177,18 +178,26 @@ def test_more_requests_at_once_hide_the_fixed_time_of_a_request_up_to_the_drives
     trace = b.build()
     actions = [Move(w, "host", keep=True, before=0) for w in weights]
     plan = Plan(trace, (*actions, *(Wait(w, before=0) for w in weights)), place=dict.fromkeys(weights, "nvme"))
-    for depth in (1, 2, 4, 16):
+    for depth in (1, 2, 4, 8, 16, 64):
         drive = {"links.nvme_read.copy_engines": str(depth), "links.nvme_read.fixed": "32768 ns"}
         platform = load_profile("a100_80_sxm", overrides={**drive, "links.nvme_read.rate": "4 GB/s"})
-        log = replay(plan, platform)
-        moves = log.events.query("lane == 'nvme_read'")
-        alone = 32_768 + size // 4
-        expected = count // depth * (max(alone, 32_768 + depth * size // 4))
-        if depth <= 2:  # every request of a round ends together
-            assert moves.end_ns.max() == expected
-        reached = count * size / int(moves.end_ns.max())
-        assert reached <= 4.0
-    assert reached > 3.0
+        moves = replay(plan, platform).events.query("lane == 'nvme_read'")
+        assert int(moves.end_ns.max()) == count // depth * (32_768 + depth * size // 4)
+
+
+def test_at_the_sizes_that_are_moved_the_depth_of_a_drives_queue_hardly_matters():
+    """docs/model.md: of 2.7 billion parameters on a drive, 0.04 % of the bytes are in copies below 1 MB."""
+    trace = transformer(
+        "gpt3-2.7b", batch=4, sequence=1024, precision="mixed_fp16", attention="flash", optimizer="adamw_fused"
+    )
+    ends = []
+    for depth in ("1", "4"):
+        more = {f"links.nvme_{way}.copy_engines": depth for way in ("read", "write")}
+        log = simulate(trace, load_profile("v100_32", overrides=more), "zero_infinity").log
+        ends.append(log.end)
+        sizes = log.events.query("lane in ('nvme_read', 'nvme_write')").bytes
+        assert (len(sizes), round(100 * sizes[sizes < 10**6].sum() / sizes.sum(), 2)) == (5231, 0.04)
+    assert 0.996 < ends[1] / ends[0] < 1
 
 
 def test_a_drive_without_bytes_is_refused():
