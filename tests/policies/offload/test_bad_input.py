@@ -7,10 +7,11 @@ import sys
 import pytest
 
 from sim.cli import main
-from sim.errors import PolicyError
+from sim.errors import Infeasible, PolicyError
 from sim.experiment import simulate
+from sim.hardware.profile import load_profile
 from sim.policies import family, names, policy_class
-from tests.policies.test_offload_family import job
+from tests.policies.test_offload_family import CARDS, FAMILY, QUICKER, job, machine, whole
 
 JOB = ("--model", "gpt2", "--batch", "1", "--seq", "64")
 LINES = {
@@ -92,3 +93,20 @@ def test_a_machine_without_a_host_is_one_line_for_every_policy_that_needs_one(na
         simulate(trace, "sunway_sw26010pro", name)
     assert str(refused.value).startswith(f"{name}: sunway_sw26010pro has no ")
     assert "\n" not in str(refused.value)
+
+
+WITHOUT_THE_HOST = {"gist": "nothing leaves", "smartpool": "nothing leaves", "modnn": "it deals out the batch"}
+"""Policies that do not need the host's memory, and why."""
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILY} - {*WITHOUT_THE_HOST}))
+def test_a_host_of_a_megabyte_is_one_line_that_names_it(name):
+    shared = {tier.name for tier in machine(of=name).tiers if tier.device < 0}
+    platform = load_profile(
+        CARDS.get(name, "a100_40_pcie"), overrides={f"tiers.{tier}.capacity": "1 MB" for tier in shared}
+    )
+    budget = int(0.9 * whole(name).summary()["peak_bytes"])
+    with pytest.raises(Infeasible) as refused:
+        simulate(job(name), platform, QUICKER.get(name, name), budget=budget)
+    assert "\n" not in str(refused.value)
+    assert any(f"{tier!r}" in str(refused.value) for tier in shared)

@@ -95,7 +95,7 @@ class AutoTm(Policy):
                 raise PolicyError(
                     f"policy 'autotm' plans {self.max_ops} ops at most (max_ops); there are {len(trace.ops)}"
                 )
-            status, plan = self._solved(problem, lives)
+            status, plan, full = self._solved(problem, lives)
             if plan is not None:
                 return plan
         if status == "unknown":
@@ -105,10 +105,10 @@ class AutoTm(Policy):
             problem.evaluate(plain)
             return plain
         what = f"policy 'autotm': no {self.mode} plan fits {format_bytes(problem.budget)}"
-        raise nothing_fits(problem, what, None)
+        raise nothing_fits(problem, what, None, end=f"; {full!r} has no space for what leaves" if full else "")
 
-    def _solved(self, problem: Problem, lives: Lives) -> tuple[str, Plan | None]:
-        """The program's status, and a plan that fits; None where there is none."""
+    def _solved(self, problem: Problem, lives: Lives) -> tuple[str, Plan | None, str]:
+        """The program's status, and a plan that fits; None where there is none, and the slow tier that was short."""
         room = problem.budget
         for part in SHRINK:
             status, values, bound = Program(lives, room, self.mode, self.window).solve(
@@ -123,12 +123,12 @@ class AutoTm(Policy):
             try:
                 problem.evaluate(plan)
             except OutOfMemory as short:
-                if {short.tier, *short.full} & {life.slow for life in lives.lives}:
-                    break  # with less memory on the device even more would go there
+                if full := {short.tier, *short.full} & {life.slow for life in lives.lives}:
+                    return status, None, min(full)  # with less memory on the device even more would go there
                 room -= max(room // part, 1)
             else:
-                return status, plan
-        return status, None
+                return status, plan, ""
+        return status, None, ""
 
 
 def _notes(status: str, expected: int, bound: int, limit: str = "") -> dict[str, Any]:
