@@ -202,6 +202,9 @@ def test_what_leaves_and_is_read_again_comes_back_and_nothing_else_does(name: st
         if trace.tensor_columns.role[t] == activation and any(ends[op] > time for op in on_device(trace, t)):
             assert t in back, f"{trace.tensor_columns.name[t]} left, is read again, and never came"
             assert back[t] == out[t], f"of {trace.tensor_columns.name[t]} {out[t]} bytes left and {back[t]} came"
+    for t in out:  # what nothing overwrites, and began elsewhere, still has its copy there
+        clean = trace.producer[t] < 0 and trace.replaced_by[t] < 0
+        assert not (clean and result.plan.place.get(t, log.platform.home(0).name) != log.platform.home(0).name)
     for t in back:  # states may begin on the host
         if trace.tensor_columns.role[t] == activation and trace.producer[t] not in trace.op_columns.engine:
             assert t in out, f"{trace.tensor_columns.name[t]} came, but never left"
