@@ -215,8 +215,9 @@ def test_a_wrong_guess_is_another_expert_of_that_layer_and_backward_is_known() -
 
 def test_each_device_expects_its_own_next_layer() -> None:
     card = load_profile("a100_80_sxm", overrides={"devices": "2"})
-    one = predicted(step([0, 1, 2, 3], devices=2), card, speculate="router", accuracy=1.0)
-    assert (one["h0.expert0"], one["h1.expert1"]) == (("h2.expert2",), ("h3.expert3",))
+    for how in ({"speculate": "router", "accuracy": 1.0}, {"speculate": "previous", "iterations": 2}):
+        one = predicted(step([0, 1, 2, 3], devices=2), card, **how)
+        assert (one["h0.expert0"], one["h1.expert1"]) == (("h2.expert2",), ("h3.expert3",))
 
 
 def test_an_expert_that_was_updated_leaves_like_any_other() -> None:

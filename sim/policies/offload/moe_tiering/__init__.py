@@ -137,24 +137,27 @@ class MoeTiering(Policy):
     def _predicted(self, problem: Problem, visits: Sequence[Visit]) -> list[tuple[str, ...]]:
         """Per visit what is expected of the next one of its device; in backward that is known."""
         draw = Random(problem.seed)
-        old: list[Visit] = []
+        old: dict[int, list[Visit]] = {}  # of each device
         if self.speculate == "previous" and problem.history:
             past = problem.history[-1].trace
-            old = [visit for visit in visits_of(past, experts_of(past, problem.platform)) if visit.forward]
+            for visit in visits_of(past, experts_of(past, problem.platform)):
+                if visit.forward:
+                    old.setdefault(visit.device, []).append(visit)
         every: dict[str, set[str]] = {}
         for expert in experts_of(problem.trace, problem.platform):
             every.setdefault(expert.rpartition("expert")[0], set()).add(expert)
         found: list[tuple[str, ...]] = []
-        position = 0
+        passed: dict[int, int] = {}
         for k, visit in enumerate(visits):
-            position += visit.forward
+            passed[visit.device] = passed.get(visit.device, 0) + visit.forward
             following = next((v for v in visits[k + 1 :] if v.device == visit.device), None)
             if following is None or self.speculate == "none":
                 found.append(())
             elif not following.forward:
                 found.append(tuple(name for name, _ in following.first))
             elif self.speculate == "previous":
-                found.append(tuple(name for name, _ in old[position].first) if position < len(old) else ())
+                before = old.get(visit.device, [])[passed[visit.device] :]
+                found.append(tuple(name for name, _ in before[0].first) if before else ())
             else:
                 guesses = []
                 for name, _ in following.first:
