@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -32,6 +32,17 @@ def longest_away(curve: Curve, limit: int) -> tuple[list[Absence], Load]:
         load[one.left + 1 : one.back] -= one.bytes
         above &= load > limit
     return chosen, load
+
+
+def most_away(chosen: Iterable[Absence]) -> int:
+    """The most bytes of these that are elsewhere at once, each from the access behind which it leaves to the next."""
+    changes = [change for one in chosen for change in ((one.left, one.bytes), (one.back, -one.bytes))]
+    return max(accumulate(bytes for _, bytes in sorted(changes)), default=0)
+
+
+def parts(capacity: int, needs: Sequence[int]) -> list[int]:
+    """A memory that several devices use, dealt to them in proportion to what each needs; to one, all of it."""
+    return [capacity * need // max(sum(needs), 1) for need in needs]
 
 
 def _absences(curve: Curve) -> Iterator[Absence]:

@@ -103,9 +103,10 @@ class FlashNeuron(Policy):
             saved, forward_ns = self._saved(problem, device, drive.name)
             free = platform.home(device).capacity - _initial(trace, device)
             need = sum(one.bytes for one in saved) - int(self.share * max(free, 0))
-            chosen += choose(saved, need, forward_ns)
+            own = choose(saved, need, forward_ns)
+            chosen += own
             needed += max(need, 0)
-            late = max(late, _end(chosen) - forward_ns if chosen else 0)
+            late = max(late, _end(own) - forward_ns if own else 0)
         codecs = {one.tensor: Codec(one.form, lossless=FORMATS[one.form].lossless) for one in chosen if one.form}
         new = encode(trace, codecs) if codecs else trace
         names = trace.tensor_columns.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from sim.hardware.transfer_time import transfer_ns
 from sim.plan import Action, Move, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.solvers.load_curve import Absence, Curve, curve_of
-from sim.solvers.longest_away import longest_away
+from sim.solvers.longest_away import longest_away, most_away, parts
 from sim.units import parse_time
 
 
@@ -32,8 +32,8 @@ class PooledMemory(Policy):
         figures; its use for activations in training is the proposal of a survey of domestic platforms, without rules.
     Bounds: all copies of a direction together take at least their bytes over `pool_rate`: the least of the device's
         port, the ports of the nodes and their links. O(offloads x ops).
-    Departs: all of it is this package's reading. A tensor lies on one node; several at a time use several. There is no
-        tier behind the pool.
+    Departs: all of it is this package's reading. A tensor lies on one node; several at a time use several. Each of
+        several devices has a part of each node, as it needs. There is no tier behind the pool.
 
     nodes: over how many nodes of the pool tensors are spread; None: all.
     margin: time by which a copy back should end before its use.
@@ -62,14 +62,17 @@ class PooledMemory(Policy):
         margin = parse_time(self.margin) if isinstance(self.margin, str) else int(self.margin)
         actions: list[Action] = []
         sent = dict.fromkeys(pool, 0)
-        for device in range(problem.trace.devices):
-            home = platform.home(device)
-            curve = curve_of(problem, device, pool[0])
-            chosen, load = longest_away(curve, home.capacity)
-            where = _spread(platform, pool, chosen, sent)
+        devices = range(problem.trace.devices)
+        curves = [curve_of(problem, device, pool[0]) for device in devices]
+        loads = [longest_away(curves[device], platform.home(device).capacity) for device in devices]
+        needs = [most_away(chosen) for chosen, _ in loads]
+        space = {node: parts(platform.tier(node).capacity, needs) for node in pool}
+        for device, curve, (chosen, load) in zip(devices, curves, loads, strict=True):
+            home = platform.home(device).name
+            where = _spread({node: space[node][device] for node in pool}, chosen, sent)
             actions += [Move(one.tensor, node, after=curve.ops[one.left]) for one, node in where.items()]
-            starts = _starts(problem, curve, chosen, load, where, home.name, margin)
-            actions += [Move(one.tensor, home.name, before=curve.ops[start]) for one, start in starts]
+            starts = _starts(problem, curve, chosen, load, where, home, margin)
+            actions += [Move(one.tensor, home, before=curve.ops[start]) for one, start in starts]
         rate = pool_rate(platform, pool, platform.home(0).name)
         return Plan(problem.trace, tuple(actions), notes={"nodes": sent, "rate": rate})
 
@@ -81,19 +84,19 @@ def pool_nodes(platform: Platform) -> tuple[str, ...]:
     return tuple(t.name for t in shared if platform.route(home, t.name) and platform.route(t.name, home))
 
 
-def _spread(
-    platform: Platform, pool: Sequence[str], chosen: Sequence[Absence], sent: dict[str, int]
-) -> dict[Absence, str]:
+def _spread(space: Mapping[str, int], chosen: Sequence[Absence], sent: dict[str, int]) -> dict[Absence, str]:
     """Per absence, in order, the node that holds least of what is away then, of those that have space for it.
 
+    space: by node the bytes that it has for this device.
     sent: by node the bytes sent there so far, which grow. Where no node has space the run will say so.
     """
     where: dict[Absence, str] = {}
+    pool = list(space)
     for one in sorted(chosen, key=lambda one: (one.left, one.back, one.tensor)):
         away = dict.fromkeys(pool, 0)
         for other, node in where.items():
             away[node] += other.bytes if other.back > one.left else 0
-        fits = [node for node in pool if away[node] + one.bytes <= platform.tier(node).capacity]
+        fits = [node for node in pool if away[node] + one.bytes <= space[node]]
         where[one] = min(fits or pool, key=lambda node: (away[node], sent[node], pool.index(node)))
         sent[where[one]] += one.bytes
     return where

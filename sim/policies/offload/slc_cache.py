@@ -11,7 +11,7 @@ from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
 from sim.solvers.load_curve import Absence, Curve, curve_of
-from sim.solvers.longest_away import longest_away
+from sim.solvers.longest_away import longest_away, most_away, parts
 from sim.solvers.swap_trips import copies_in, scheduled
 from sim.trace.index import TraceIndex
 from sim.units import parse_time
@@ -31,8 +31,9 @@ class SlcCache(Policy):
         activations, and compares it with a hard disk; it gives neither rule nor figure.
     Bounds: W bytes at once take min(W, C) / w_slc + max(0, W - C) / w_tlc on a region of C bytes. A footprint within
         the region never reaches the cells behind it. One pass over the offloads.
-    Departs: all of it is this package's reading. The drive does not fold on its own while it is idle. It is slower than
-        `swap_all` where a host has space, for it is about the drive and leaves the host's memory alone.
+    Departs: all of it is this package's reading. Each of several devices has a part of the region, as it needs. The
+        drive does not fold on its own while it is idle. It is slower than `swap_all` where a host has space, for it is
+        about the drive and leaves the host's memory alone.
 
     store: `slc`, the region with the cells behind it; `tlc`, those cells alone; `hdd`, a hard disk, to compare with.
     replacement: what is folded where the region is full: nothing, so that newcomers pass it by (`none`), what is needed
@@ -62,6 +63,8 @@ class SlcCache(Policy):
         actions: list[Action] = []
         written = dict.fromkeys(regions, 0)
         folded = dropped = 0
+        horizon = parse_time(self.horizon) if isinstance(self.horizon, str) else self.horizon
+        offloads: list[tuple[Curve, set[Absence]]] = []
         for device in range(problem.trace.devices):
             home = problem.platform.home(device)
             curve = curve_of(problem, device, regions[0])
@@ -69,9 +72,12 @@ class SlcCache(Policy):
             cheap = self._recomputed(problem, curve, chosen, regions[0], home.name)
             dropped += len(cheap)
             actions += [Drop(one.tensor, home.name, after=curve.ops[one.left]) for one in cheap]
-            stored = _Regions(problem, curve, regions, home.name, self.replacement)
-            horizon = parse_time(self.horizon) if isinstance(self.horizon, str) else self.horizon
-            for one in sorted(set(chosen) - set(cheap), key=lambda one: (one.left, one.back, one.tensor)):
+            offloads.append((curve, set(chosen) - set(cheap)))
+        space = parts(problem.platform.tier(regions[0]).capacity, [most_away(chosen) for _, chosen in offloads])
+        for device, (curve, offloaded) in enumerate(offloads):
+            home = problem.platform.home(device)
+            stored = _Regions(problem, curve, regions, home.name, self.replacement, space[device])
+            for one in sorted(offloaded, key=lambda one: (one.left, one.back, one.tensor)):
                 stored.write(one, admitted=horizon is None or one.gap_ns <= horizon)
             actions += stored.actions(home.capacity)
             for region, bytes in stored.written.items():
@@ -110,12 +116,13 @@ class SlcCache(Policy):
 
 
 class _Regions:
-    """What lies in which region, as tensors leave in order; regions: the fast one first."""
+    """What lies in which region, as tensors leave in order; regions: the fast one first; space: its bytes."""
 
-    def __init__(self, problem: Problem, curve: Curve, regions: Sequence[str], home: str, replacement: str) -> None:
+    def __init__(
+        self, problem: Problem, curve: Curve, regions: Sequence[str], home: str, replacement: str, space: int
+    ) -> None:
         self._problem, self._curve, self._regions, self._home = problem, curve, regions, home
-        self._replacement = replacement
-        self._free = problem.platform.tier(regions[0]).capacity
+        self._replacement, self._free = replacement, space
         self._held: dict[Absence, int] = {}  # in the fast region, by when it came
         self._region: dict[Absence, str] = {}
         self._folds: list[Move] = []

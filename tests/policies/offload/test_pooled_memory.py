@@ -145,13 +145,13 @@ def test_a_node_is_free_again_for_what_leaves_when_its_tensor_comes_back() -> No
     away = [Absence(t, size * MIB, left, back, 0, 0, 0) for t, size, left, back in
             ((0, 100, 0, 3), (1, 10, 1, 9), (2, 20, 3, 8), (3, 1, 4, 5))]  # fmt: skip
     sent = dict.fromkeys(nodes, 0)
-    where = pooled_memory._spread(supernode(), nodes, away, sent)
+    where = pooled_memory._spread(dict.fromkeys(nodes, 1 << 40), away, sent)
     assert [where[one] for one in away] == ["host", "pool1", "host", "pool1"]
     assert sent == {"host": 120 * MIB, "pool1": 11 * MIB}
     # and it has space for as much as before: 100 MiB go where 100 MiB have come back from
-    full = supernode(tiers__host__capacity="105 MB", tiers__pool1__capacity="20 MB")
+    full = {"host": 105 * 10**6, "pool1": 20 * 10**6}
     again = [away[0], away[1], Absence(2, 100 * MIB, 3, 8, 0, 0, 0)]
-    assert pooled_memory._spread(full, nodes, again, dict.fromkeys(nodes, 0))[again[2]] == "host"
+    assert pooled_memory._spread(full, again, dict.fromkeys(nodes, 0))[again[2]] == "host"
 
 
 def small(*full: str, capacity: str = "600 MB") -> Platform:
@@ -169,6 +169,27 @@ def test_a_node_without_space_is_passed_over() -> None:
         OutOfMemory, match=r"nor do that many fit in 'host' \(1,000,000 B of 1,000,000 B free\), 'pool1'"
     ):
         simulate(net(8, took=10), small("host", *(f"pool{n}" for n in range(1, 6)), capacity="1 MB"), "pooled_memory")
+
+
+def test_devices_share_the_space_of_a_node() -> None:
+    """Of eight tensors on each of two devices a node of this size has space for three, one of each device."""
+    b, d = TraceBuilder(), [0, 0]
+    for device in (0, 1):
+        d[device] = b.tensor(f"x{device}", 1, "input")
+        kept = [b.tensor(f"y{device}.{n}", SIZE) for n in range(8)]
+        for n, y in enumerate(kept):
+            b.op(f"f{device}.{n}", "conv", reads=[d[device]], writes=[y], device=device, duration=10)
+        end = b.tensor(f"d{device}", 1, "temporary")
+        b.op(f"loss{device}", "loss", writes=[end], workspace=8 * SIZE, device=device, duration=10, phase="backward")
+        for n in reversed(range(8)):
+            made, above = b.tensor(f"d{device}.{n}", 1, "temporary"), end
+            b.op(f"b{device}.{n}", "conv", reads=[above, kept[n]], writes=[made], device=device, duration=10,
+                 phase="backward")  # fmt: skip
+            end = made
+    full = {f"tiers__{node}__capacity": "900 MB" for node in ("pool1", "pool2")}
+    done = simulate(b.build(outputs=(), carry=()), supernode(8 * SIZE + 64, devices="2", **full), "pooled_memory")
+    peaks = done.summary()["peak_by_tier"]
+    assert peaks["pool1"] == peaks["pool2"] == 2 * SIZE
 
 
 # ---- fault injection: the policy broken in its mechanism, and what sees it ----------------------------
@@ -207,6 +228,6 @@ def test_a_capacity_that_is_ignored_does_not_run(part: str, monkeypatch: pytest.
         monkeypatch.setattr(pooled_memory, "longest_away", lambda curve, limit: whole(curve, 2 * limit))
     else:
         spread = pooled_memory._spread
-        monkeypatch.setattr(pooled_memory, "_spread", lambda _, *more: spread(supernode(), *more))
+        monkeypatch.setattr(pooled_memory, "_spread", lambda space, *more: spread(dict.fromkeys(space, 1 << 40), *more))
     with pytest.raises(OutOfMemory):
         simulate(trace, platform, "pooled_memory")

@@ -178,6 +178,18 @@ def test_the_region_is_faster_than_the_cells_behind_it_and_those_than_a_disk() -
     assert best.log.end < times["hdd"]
 
 
+def test_each_device_of_a_pipeline_has_its_part_of_the_region() -> None:
+    small = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": 512}
+    trace = transformer(small, batch=8, sequence=128, precision="mixed_fp16", optimizer="adamw_fused")
+    layout, ran = {"pp": 2, "micro_batches": 2}, {}
+    for region in ("1 GB", "5 MB"):
+        card = load_profile("mt3000_survey_slc", overrides={"devices": "2", "tiers.slc.capacity": region})
+        done = simulate(trace, card, "slc_cache(recompute=False)", parallel=layout, budget="14 MB")
+        ran[region] = done.plan.notes["written"]
+    assert ran["1 GB"]["tlc"] == 0 < ran["5 MB"]["tlc"]
+    assert ran["1 GB"]["slc"] == ran["5 MB"]["slc"] + ran["5 MB"]["tlc"] > 5 * 10**6
+
+
 def test_what_is_wrong_is_named() -> None:
     with pytest.raises(PolicyError, match="slc_cache: toy has no tier of kind 'slc'; mt3000_survey_slc has one"):
         simulate(net([4]), machine(), "slc_cache")
