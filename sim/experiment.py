@@ -284,9 +284,10 @@ def problem_for(
     evaluated: notes the replays that the policy asks for.
     """
 
-    def evaluate(plan: Plan) -> EventLog:
-        run = run_iteration(trace, plan, platform, history, recompute_limit=recompute_limit)
-        if evaluated is not None:
+    def evaluate(plan: Plan, budget: int | None = None) -> EventLog:
+        machine = platform if budget is None else platform.with_budget(budget)
+        run = run_iteration(trace, plan, machine, history, recompute_limit=recompute_limit)
+        if evaluated is not None and machine is platform:
             evaluated.add(plan, run)
             return run.log.copy()  # what it keeps may be the result
         return run.log

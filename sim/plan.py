@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -274,6 +274,15 @@ class Run:
     log: EventLog
 
 
+class Evaluate(Protocol):
+    """A replay of a plan, for planners that score plans by simulation."""
+
+    def __call__(self, plan: Plan, budget: int | None = None) -> EventLog:
+        """The log of a plan; budget: bytes in the home tiers, by default those of the problem. Raises what the engine
+        raises.
+        """
+
+
 class Cost(Protocol):
     """Times on this platform in nanoseconds, with nothing else running."""
 
@@ -295,7 +304,7 @@ class Problem:
     platform: the machine; the capacity of its home tier is the budget.
     cost: times of ops and moves.
     evaluate: replays a plan and returns its log, for planners that score plans by simulation; raises what the engine
-        raises.
+        raises, and Infeasible for what a composition cannot carry out.
     seed: for planners that draw random numbers.
     history: earlier iterations, oldest first.
     """
@@ -303,7 +312,7 @@ class Problem:
     trace: Trace
     platform: Platform
     cost: Cost
-    evaluate: Callable[[Plan], EventLog]
+    evaluate: Evaluate
     seed: int = 0
     history: tuple[Run, ...] = ()
 
@@ -316,3 +325,13 @@ class Problem:
     def home(self) -> str:
         """Name of the home tier of device 0."""
         return self.platform.home(0).name
+
+    def with_budget(self, budget: int) -> Problem:
+        """The same problem for another budget; what is replayed has that, too."""
+        platform, evaluate = self.platform.with_budget(budget), self.evaluate
+        return replace(
+            self,
+            platform=platform,
+            cost=self.cost.over(self.trace, platform),
+            evaluate=lambda plan, other=None: evaluate(plan, budget if other is None else other),
+        )

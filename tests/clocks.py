@@ -24,9 +24,9 @@ def count_replays(monkeypatch, policy_class):
     made, plan = [], policy_class.plan
 
     def counted(policy, problem):
-        def evaluate(draft):
+        def evaluate(draft, budget=None):
             made.append(draft)
-            return problem.evaluate(draft)
+            return problem.evaluate(draft, budget)
 
         return plan(policy, replace(problem, evaluate=evaluate))
 

@@ -66,8 +66,10 @@ def _fixed(problem: Problem, ample: Platform, policy: Policy) -> Plan | None:
     """What a policy plans, whatever budget it is told, where that is one plan; None otherwise."""
     replayed: list[tuple[Plan, EventLog | Infeasible]] = []
 
-    def evaluate(plan: Plan) -> EventLog:
+    def evaluate(plan: Plan, budget: int | None = None) -> EventLog:
         """One replay of each plan."""
+        if budget is not None:
+            return problem.evaluate(plan, budget)
         known = next((found for other, found in replayed if other is plan), None)
         if known is None:
             try:

@@ -118,8 +118,8 @@ class _Given:
         self.logs += [("history", run.log, _log_hash(run.log)) for run in history[-1:]]
         problem = problem_for(self.trace, self.platform, seed=seed, history=history)
 
-        def evaluate(plan: Plan) -> EventLog:
-            log = problem.evaluate(plan)
+        def evaluate(plan: Plan, budget: int | None = None) -> EventLog:
+            log = problem.evaluate(plan, budget)
             self.logs.append(("log of `evaluate`", log, _log_hash(log)))
             return log
 

@@ -7,7 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sim.errors import Deadlock, Infeasible, PolicyError, TiersimError
+import numpy as np
+
+from sim.errors import Deadlock, Infeasible, PolicyError
 from sim.log import EventLog
 from sim.plan import Action, Plan, Problem, Recompute, Run
 from sim.policies.base import FIDELITIES, Policy, joins
@@ -16,7 +18,7 @@ from sim.policies.composition.checkpoints import with_recomputation
 from sim.policies.composition.merging import Place, by_ids, carried_over, merged, restricted
 from sim.policies.composition.online import JoinedOnline, droppable_among
 from sim.policies.composition.ownership import Part, is_narrowed, managed_beside, own_ops, owners, taken_away
-from sim.policies.composition.rewriting import RewriteRefused, held_among, implemented_among, rewrites
+from sim.policies.composition.rewriting import held_among, implemented_among, rewrites
 from sim.policies.composition.selectors import CHECKPOINTS, REST
 from sim.trace.graph import Trace
 from sim.trace.tensor import ROLES
@@ -55,7 +57,8 @@ class Composition(Policy):
 
     parts: what is combined.
     Raises PolicyError for two owners of a tensor, a selector that matches nothing, a rewrite that is restricted to
-    a part of what it rewrites, or one that changes what an earlier part has decided on.
+    a part of what it rewrites, or one that changes what an earlier part has decided on; Infeasible where only short
+    memory brings such an error.
     """
 
     parts: tuple[Part, ...] = ()
@@ -147,6 +150,13 @@ class Composition(Policy):
         return max((part.policy.fidelity for part in self.parts), key=FIDELITIES.index)
 
     @property
+    def rarely(self) -> str:  # type: ignore[override]
+        """Why what its parts declare shows seldom."""
+        said = [part.policy.rarely for part in self.parts]
+        narrowed = "a part does nothing where no tensor that its selector names has to go"
+        return "; ".join(dict.fromkeys(filter(None, (*said, narrowed if any(p.selector for p in self.parts) else ""))))
+
+    @property
     def slow(self) -> bool:  # type: ignore[override]
         """Whether a part plans slowly."""
         return any(part.policy.slow for part in self.parts)
@@ -168,6 +178,8 @@ class Composition(Policy):
             return self._alone(problem)
         refused: list[_Refused] = []
         first, error = self._attempt(problem, problem.budget, refused)
+        if isinstance(error, PolicyError):
+            error = self._refusal(error, problem)
         ample = _ample(problem)
         most, _ = self._attempt(problem, ample, refused)
         if first is not None and (most is None or first.decides_as(most)):
@@ -188,8 +200,8 @@ class Composition(Policy):
                 break
             guess = (low + high) // 2
         found = best.plan or least
-        if found is None or (best.plan is None and isinstance(error, RewriteRefused)):
-            raise _refusal(error, most)
+        if found is None or (best.plan is None and isinstance(error, _Prevented)):
+            raise error or PolicyError("no part of the composition made a plan")
         return found  # where none fits, the replay of the smallest says what is short, and where
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
@@ -204,20 +216,29 @@ class Composition(Policy):
         part = self.parts[0]
         if not part.selector:
             return part.policy.plan(problem)
-        try:
-            return self._planned(problem, problem.budget, [])
-        except RewriteRefused as error:
-            most, _ = self._attempt(problem, _ample(problem), [])
-            raise _refusal(error, most) from None
+        plan, error = self._attempt(problem, problem.budget, [])
+        if isinstance(error, PolicyError):
+            error = self._refusal(error, problem)
+        if plan is None:
+            assert error is not None
+            raise error
+        return plan
 
     def _attempt(
         self, problem: Problem, budget: int, refused: list[_Refused]
-    ) -> tuple[Plan | None, Infeasible | RewriteRefused | None]:
+    ) -> tuple[Plan | None, Infeasible | PolicyError | None]:
         """The plan when every part is given a budget; None where one cannot keep to it, and what that says."""
         try:
             return self._planned(problem, budget, refused), None
-        except (Infeasible, RewriteRefused) as error:
+        except (Infeasible, PolicyError) as error:
             return None, error
+
+    def _refusal(self, error: PolicyError, problem: Problem) -> Infeasible:
+        """The refusal that an error stands for, where more memory would have prevented it. Raises it elsewhere."""
+        roomy = problem.with_budget(_ample(problem))
+        if self._attempt(roomy, roomy.budget, [])[0] is None:
+            raise error
+        return _Prevented(error, "; more memory prevents that")
 
     def _planned(self, problem: Problem, budget: int, refused: list[_Refused]) -> Plan:
         """The parts' plans for a budget as one.
@@ -234,8 +255,9 @@ class Composition(Policy):
             try:
                 plan = part.policy.plan(asked)
             except Infeasible as error:
-                refused.append(_Refused(budget, made, error))
-                raise
+                refusal = error.error if isinstance(error, _Prevented) else error  # of its only plan
+                refused.append(_Refused(budget, made, refusal))
+                raise refusal from None
             if part.selector and not rewrites(plan.trace, asked.trace):
                 own = own_ops(self.parts, i, asked.trace)
                 new = implemented_among(own, plan.trace, asked.trace)
@@ -252,9 +274,13 @@ class Composition(Policy):
         if not part.policy.online and _asks_what_recomputation_reads(part):
             seen = _as_it_runs(trace, made)
 
-        def evaluate(plan: Plan) -> EventLog:
-            now = _with(made, part, plan, trace, seen)
-            return problem.evaluate(self._joined(now, now[-1].plan.trace, problem))
+        def evaluate(plan: Plan, budget: int | None = None) -> EventLog:
+            try:
+                now = _with(made, part, plan, trace, seen)
+                together = self._joined(now, now[-1].plan.trace, problem)
+            except PolicyError as error:  # another of the plans that the part tries may do
+                raise _Prevented(error) from None
+            return problem.evaluate(together, budget)
 
         decides_online = part.policy.online and not part.policy.plans_ahead  # by the memory that there is
         platform = problem.platform if decides_online else problem.platform.with_budget(budget)
@@ -335,11 +361,21 @@ class _Made(NamedTuple):
         if new is old:
             return self
         if self.plan.online is not None:
-            raise RewriteRefused(
+            raise PolicyError(
                 f"{rewriter!r} rewrites the trace on which {self.part.label!r} has decided; name it before that"
             )
         actions, place = carried_over(self.actions, self.place, old, new, self.part.label, rewriter)
         return self._replace(actions=actions, place=place)
+
+
+class _Prevented(Infeasible):
+    """A plan that another part, or what its own part owns, does not let be; of other plans it says nothing."""
+
+    proven = False
+
+    def __init__(self, error: PolicyError, more: str = "") -> None:
+        super().__init__(f"{error}{more}")
+        self.error = error
 
 
 class _Refused(NamedTuple):
@@ -347,7 +383,7 @@ class _Refused(NamedTuple):
 
     budget: int
     made: Sequence[_Made]
-    error: Infeasible
+    error: Infeasible | PolicyError
 
     def holds(self, budget: int, made: Sequence[_Made]) -> bool:
         """Whether the same part would be asked beside the same plans, for no more memory."""
@@ -380,12 +416,13 @@ def _owned(made: Sequence[_Made], trace: Trace) -> list[frozenset[int]]:
 
 def _cannot_be_restricted(
     each: _Made, made: Sequence[_Made], owned: Sequence[frozenset[int]], trace: Trace
-) -> RewriteRefused:
+) -> PolicyError:
     """The error where a part's rewrite is about tensors that it does not own."""
     label, own = each.part.label, owned[[one is each for one in made].index(True)]
     if each.part.selector:
-        return RewriteRefused(f"{label!r} rewrites the trace and cannot be restricted to {each.part.selector!r}")
-    about = (trace.tensor_id(action.tensor) for action in each.actions if not isinstance(action, Recompute))
+        return PolicyError(f"{label!r} rewrites the trace and cannot be restricted to {each.part.selector!r}")
+    about = [trace.tensor_id(action.tensor) for action in each.actions if not isinstance(action, Recompute)]
+    about += np.flatnonzero(selectors.roles(trace, each.part.policy.manages)).tolist()  # what an online part decides on
     tensor = next(t for t in about if t not in own)
     owner = next((one.part.label for one, theirs in zip(made, owned, strict=True) if tensor in theirs), "")
     role = ROLES[trace.tensor_columns.role[tensor]]
@@ -394,7 +431,7 @@ def _cannot_be_restricted(
         if owner
         else f"whose role is {role!r}; it manages {', '.join(each.part.policy.manages)}"
     )
-    return RewriteRefused(f"{label!r} rewrites the trace for tensor {trace.tensor_columns.name[tensor]!r}, {whose}")
+    return PolicyError(f"{label!r} rewrites the trace for tensor {trace.tensor_columns.name[tensor]!r}, {whose}")
 
 
 def _owned_line(part: Part, own: Collection[int], trace: Trace) -> str:
@@ -436,15 +473,6 @@ def _kept_dead(made: Sequence[_Made], owned: Sequence[frozenset[int]]) -> frozen
         keeps = each.plan.keep_dead
         found |= own if keeps is True else own & keeps if keeps else frozenset()
     return frozenset(found)
-
-
-def _refusal(error: Infeasible | RewriteRefused | None, most: Plan | None) -> TiersimError:
-    """What is raised where no attempt fits. error: of that for the true budget; most: the plan for ample memory."""
-    if isinstance(error, RewriteRefused) and most is not None:
-        short = Infeasible(f"{error}; with more memory it leaves the trace as it is")
-        short.proven = False
-        return short
-    return error or PolicyError("no part of the composition made a plan")
 
 
 class _Fitting:

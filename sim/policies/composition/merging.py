@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from sim.errors import PolicyError
 from sim.hardware.platform import Platform
 from sim.plan import Action, Drop, Move, Recompute, Wait
-from sim.policies.composition.rewriting import RewriteRefused
 from sim.trace.graph import Trace
 from sim.trace.origin import Expr, Origin
 
@@ -76,7 +76,7 @@ def carried_over(
 ) -> tuple[list[Action], dict[int, Place]]:
     """Actions on a trace, and where its tensors begin, as the same on what a later part has made of it.
 
-    Ops and tensors are found by name, and must stand for the same as before. Raises RewriteRefused naming what is
+    Ops and tensors are found by name, and must stand for the same as before. Raises PolicyError naming what is
     not there any more.
     """
     before, after = Origin.identity(old), Origin.identity(new)
@@ -88,7 +88,7 @@ def carried_over(
         def follow(i: int) -> int:
             found = ids.get(names[0][i])
             if found is None or exprs[1][found] != exprs[0][i]:
-                raise RewriteRefused(
+                raise PolicyError(
                     f"{rewriter!r} rewrites {kind} {names[0][i]!r}, on which {part!r} has decided; name {rewriter!r} "
                     f"before {part!r}"
                 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from sim.errors import PolicyError
 from sim.policies.composition.selectors import Mask
 from sim.rewrites.holding import points, with_releases
 from sim.rewrites.rewriter import with_columns
@@ -12,13 +11,6 @@ from sim.trace.graph import Trace
 
 IMPLEMENTATION = ("flops", "bytes", "duration", "workspace")
 """What another implementation of an op changes, see `choose_implementation`."""
-
-
-class RewriteRefused(PolicyError):
-    """What a part makes of the trace does not go with what it owns, or with what an earlier part has decided.
-
-    A part may rewrite the trace only where memory is short, so that this need not hold for another budget.
-    """
 
 
 def rewrites(new: Trace, old: Trace) -> bool:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from sim.declared import Rate
 from sim.errors import PolicyError
+from sim.log import EventLog
 from sim.plan import Move, Plan, Problem
 from sim.policies.base import Beside, by_parameter
 from sim.policies.offload.vdnn import Vdnn
@@ -54,7 +55,11 @@ class Cdma(Vdnn):
     def plan(self, problem: Problem) -> Plan:
         """vDNN's plan, made by replays with compression, with compressed copies."""
         rate = self._rate(problem)
-        measured = replace(problem, evaluate=lambda plan: problem.evaluate(_compressed(problem, plan, rate)))
+
+        def evaluate(plan: Plan, budget: int | None = None) -> EventLog:
+            return problem.evaluate(_compressed(problem, plan, rate), budget)
+
+        measured = replace(problem, evaluate=evaluate)
         plan = _compressed(problem, super().plan(measured), rate)
         away = [t for t in plan.notes["offloaded"] if plan.trace.tensor_columns.bytes[t]]
         whole = sum(int(plan.trace.tensor_columns.bytes[t]) for t in away)
