@@ -3,7 +3,7 @@
     zero_offload + full_recompute
     checkmate(method=rounding)
     zero_offload + activations: lru_tiering
-    layers 0-7: full_recompute; *.attn: swap_all; rest: keep_all
+    layers 0-7: full_recompute; layers 8-11 & *.attn: swap_all; rest: keep_all
     full_recompute; checkpoints: swap_all(ahead=2)
 
 `;` begins a new clause: within one, a part without a selector has that of the part before it. A colon ends a selector

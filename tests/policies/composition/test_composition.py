@@ -27,7 +27,7 @@ from sim.foreign import policy_files as named_files
 from sim.hardware.profile import load_profile
 from sim.pages import run_notes, run_view
 from sim.plan import Drop, Move, Recompute, Wait
-from sim.policies import Composition, composition, label, load, names, policy_class, policy_files
+from sim.policies import Composition, composition, label, load, names, policy_class, policy_files, writing
 from sim.policies.composition import joined
 from sim.policies.composition.merging import merged, restricted
 from sim.policies.composition.ownership import Part, managed_beside, owners
@@ -389,11 +389,17 @@ def test_what_a_part_plans_for_others_tensors_leaves_them_resident(gpt2):
 
 
 def test_the_rest_may_stay_as_it_is(gpt2):
-    text = "layers 0-7: full_recompute; *.attn: swap_all; rest: keep_all"
-    parts = text.rpartition(";")[0].replace("*.attn", "layers 8-11")
-    assert logs_of(gpt2, load_profile("mt3000_survey"), f"{parts}; rest: keep_all") == logs_of(
-        gpt2, load_profile("mt3000_survey"), parts
-    )
+    parts = "layers 0-7: full_recompute; layers 8-11 & *.attn: swap_all"
+    platform = load_profile("mt3000_survey")
+    assert logs_of(gpt2, platform, f"{parts}; rest: keep_all") == logs_of(gpt2, platform, parts)
+
+
+def test_compositions_that_the_source_shows_can_be_used(gpt2):
+    shown = [line for line in str(writing.__doc__).splitlines() if line.startswith("    ")]
+    assert len(shown) > 3
+    for text in shown:
+        if "checkmate" not in text:  # it solves for long
+            assert run_policy(load(text.strip()), gpt2, load_profile("mt3000_survey")).done, text
 
 
 # ---- how it is written -------------------------------------------------------------------------
