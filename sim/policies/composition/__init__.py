@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sim.errors import Deadlock, Infeasible, PolicyError
+from sim.errors import Deadlock, IllegalPlan, Infeasible, PolicyError
 from sim.log import EventLog
 from sim.plan import Action, Plan, Problem, Recompute, Run
 from sim.policies.base import FIDELITIES, Policy, joins
@@ -177,32 +177,29 @@ class Composition(Policy):
         if len(self.parts) == 1:
             return self._alone(problem)
         refused: list[_Refused] = []
-        first, error = self._attempt(problem, problem.budget, refused)
-        if isinstance(error, PolicyError):
-            error = self._refusal(error, problem)
+        first = self._attempt(problem, problem.budget, refused)
+        error = self._refusal(first.error, problem) if isinstance(first.error, PolicyError) else first.error
         ample = _ample(problem)
-        most, _ = self._attempt(problem, ample, refused)
-        if first is not None and (most is None or first.decides_as(most)):
-            return first
-        best, end = _Fitting(problem), ample
-        fits = first is not None and best.take(first)
-        if most is not None and best.take(most):
-            return best.plan or most
-        low, high, least = 0, end, most
+        most = self._attempt(problem, ample, refused, other_than=first.plan)
+        if first.plan is not None and most.plan is None:
+            return first.plan
+        found = [each for each in (first, most) if each.end is not None]
+        low, high, least = 0, ample, most
         guess = problem.budget
-        for _ in range(ATTEMPTS):
-            plan = first if guess == problem.budget else self._attempt(problem, guess, refused)[0]
-            if plan is not None and not (fits if plan is first else best.take(plan)):
-                high, least = guess, plan
+        for _ in range(ATTEMPTS if most.end is None else 0):
+            now = first if guess == problem.budget else self._attempt(problem, guess, refused)
+            if now.plan is not None and now.end is None:
+                high, least = guess, now
             else:
                 low = guess
+                found += [now] if now.end is not None else []
             if high - low <= PRECISION * problem.budget:
                 break
             guess = (low + high) // 2
-        found = best.plan or least
-        if found is None or (best.plan is None and isinstance(error, _Prevented)):
+        best = min(found, key=_Attempt.order, default=least)
+        if best.plan is None or (not found and isinstance(error, _Prevented)):
             raise error or PolicyError("no part of the composition made a plan")
-        return found  # where none fits, the replay of the smallest says what is short, and where
+        return best.plan  # where none fits, the replay of the smallest says what is short, and where
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
         """What the parts' freedoms are worth, alone and together."""
@@ -216,33 +213,44 @@ class Composition(Policy):
         part = self.parts[0]
         if not part.selector:
             return part.policy.plan(problem)
-        plan, error = self._attempt(problem, problem.budget, [])
-        if isinstance(error, PolicyError):
-            error = self._refusal(error, problem)
-        if plan is None:
-            assert error is not None
-            raise error
-        return plan
+        try:
+            return self._planned(problem, problem.budget, [])[0]
+        except PolicyError as error:
+            raise self._refusal(error, problem) from None
 
     def _attempt(
-        self, problem: Problem, budget: int, refused: list[_Refused]
-    ) -> tuple[Plan | None, Infeasible | PolicyError | None]:
-        """The plan when every part is given a budget; None where one cannot keep to it, and what that says."""
+        self, problem: Problem, budget: int, refused: list[_Refused], other_than: Plan | None = None
+    ) -> _Attempt:
+        """The plan when every part is given a budget, and its replay.
+
+        other_than: a plan that has been replayed; nothing is attempted where this one is the same.
+        """
         try:
-            return self._planned(problem, budget, refused), None
+            plan, made = self._planned(problem, budget, refused)
+            if other_than is not None and plan.decides_as(other_than):
+                return _Attempt()
+            try:
+                return _replayed(problem, plan)
+            except IllegalPlan:  # a part has released what a later one's recomputation reads
+                return _replayed(problem, self._planned(problem, budget, [], before=made)[0])
         except (Infeasible, PolicyError) as error:
-            return None, error
+            return _Attempt(error=error)
 
     def _refusal(self, error: PolicyError, problem: Problem) -> Infeasible:
         """The refusal that an error stands for, where more memory would have prevented it. Raises it elsewhere."""
         roomy = problem.with_budget(_ample(problem))
-        if self._attempt(roomy, roomy.budget, [])[0] is None:
-            raise error
+        try:
+            self._planned(roomy, roomy.budget, [])
+        except (Infeasible, PolicyError):
+            raise error from None
         return _Prevented(error, "; more memory prevents that")
 
-    def _planned(self, problem: Problem, budget: int, refused: list[_Refused]) -> Plan:
-        """The parts' plans for a budget as one.
+    def _planned(
+        self, problem: Problem, budget: int, refused: list[_Refused], before: Sequence[_Made] = ()
+    ) -> tuple[Plan, list[_Made]]:
+        """The parts' plans for a budget as one, and each.
 
+        before: what the parts have planned without knowing of those after them; now their replays show those, too.
         refused: earlier refusals: what was refused for more memory beside the same plans is again, so that a part that
             keeps to no budget, however ample, is not asked for each. What is refused now is added.
         """
@@ -251,7 +259,7 @@ class Composition(Policy):
             for earlier in refused:
                 if earlier.holds(budget, made):
                     raise earlier.error
-            asked = self._asked(problem, trace, budget, made, i)
+            asked = self._asked(problem, trace, budget, made, before)
             try:
                 plan = part.policy.plan(asked)
             except Infeasible as error:
@@ -265,11 +273,13 @@ class Composition(Policy):
                 plan = replace(plan, trace=held_among(managed, new, asked.trace))
             made = _with(made, part, plan, trace, asked.trace)
             trace = made[-1].plan.trace
-        return self._joined(made, trace, problem)
+        return self._joined(made, trace, problem), made
 
-    def _asked(self, problem: Problem, trace: Trace, budget: int, made: Sequence[_Made], i: int) -> Problem:
-        """The problem as part i sees it."""
-
+    def _asked(
+        self, problem: Problem, trace: Trace, budget: int, made: Sequence[_Made], before: Sequence[_Made]
+    ) -> Problem:
+        """The problem as the part after those sees it."""
+        i = len(made)
         part, seen = self.parts[i], trace
         if not part.policy.online and _asks_what_recomputation_reads(part):
             seen = _as_it_runs(trace, made)
@@ -277,6 +287,9 @@ class Composition(Policy):
         def evaluate(plan: Plan, budget: int | None = None) -> EventLog:
             try:
                 now = _with(made, part, plan, trace, seen)
+                if before and now[-1].plan.trace == before[i].plan.trace:
+                    for later in before[i + 1 :]:
+                        now = _with(now, later.part, later.plan, now[-1].plan.trace, later.given)
                 together = self._joined(now, now[-1].plan.trace, problem)
             except PolicyError as error:  # another of the plans that the part tries may do
                 raise _Prevented(error) from None
@@ -475,23 +488,25 @@ def _kept_dead(made: Sequence[_Made], owned: Sequence[frozenset[int]]) -> frozen
     return frozenset(found)
 
 
-class _Fitting:
-    """The fastest plan so far that a replay has found to fit."""
+class _Attempt(NamedTuple):
+    """A plan, None for none; when its replay ends, in ns, None where it does not fit; why there is none."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._end = -1
-        self.plan: Plan | None = None
+    plan: Plan | None = None
+    end: int | None = None
+    error: Infeasible | PolicyError | None = None
 
-    def take(self, plan: Plan) -> bool:
-        """Whether a plan fits."""
-        try:
-            end = self._problem.evaluate(plan).end
-        except (Infeasible, Deadlock):
-            return False
-        if self.plan is None or end < self._end:
-            self.plan, self._end = plan, end
-        return True
+    def order(self) -> int:
+        """That end, of one that fits."""
+        assert self.end is not None
+        return self.end
+
+
+def _replayed(problem: Problem, plan: Plan) -> _Attempt:
+    """A plan with its replay."""
+    try:
+        return _Attempt(plan, problem.evaluate(plan).end)
+    except (Infeasible, Deadlock):
+        return _Attempt(plan)
 
 
 def _history(history: tuple[Run, ...], i: int) -> tuple[Run, ...]:

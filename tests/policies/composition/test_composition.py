@@ -357,7 +357,7 @@ def test_a_part_that_reads_the_budget_from_replays_plans_the_same_for_any_other(
     platform = load_profile("mt3000_survey")
     budget = int(0.8 * simulate(trace, platform, "keep_all").summary()["peak_bytes"])
     policy, problem = load("optimizer_in_backward + hybrid"), problem_for(trace, platform.with_budget(budget))
-    first, other = (policy._planned(problem, share * budget, []) for share in (1, 25))
+    first, other = (policy._planned(problem, share * budget, [])[0] for share in (1, 25))
     assert first.actions
     assert first.decides_as(other)
 
@@ -611,7 +611,7 @@ def test_an_online_rewrite_is_not_restricted_either():
 TINY = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 100, "n_positions": 64}
 ONLY_SHORT = {
     "layers 0-1: flashneuron(fp16=True)": "cannot be restricted to 'layers 0-1'; more memory prevents that",
-    "layers 0: dtr; rest: flashneuron(fp16=True)": "on which 'dtr' has decided; name it before that; more memory prevents that",
+    "layers 0: dtr; rest: flashneuron(fp16=True)": "name it before that; more memory prevents that",
     "layers 0-1: flashneuron(fp16=True); rest: dtr": "",
     "layers 0: modnn": "cannot be restricted to 'layers 0'; more memory prevents that",
     "layers 0: megtaichi": "cannot be restricted to 'layers 0'; more memory prevents that",
@@ -733,7 +733,7 @@ def test_the_plan_for_the_true_budget_is_taken_where_it_is_the_faster_one():
     trace, peak = _small_llama()
     platform = load_profile("mt3000_survey").with_budget(3 * peak // 4)
     policy, problem = load("layers 0-1: dtr; rest: sac_knapsack"), problem_for(trace, platform)
-    first = problem.evaluate(policy._planned(problem, problem.budget, []))
+    first = problem.evaluate(policy._planned(problem, problem.budget, [])[0])
     assert problem.evaluate(policy.plan(problem)).end <= first.end
 
 

@@ -143,6 +143,22 @@ def test_model_state_takes_the_paper_s_14_bytes_a_parameter_wherever_it_is_updat
         assert not departures(done.plan.trace, trace)
 
 
+@pytest.mark.parametrize(
+    ("text", "bytes"), [("{} + full_recompute", 14), ("full_recompute + {}", 14), ("{} + dtr", 16)]
+)
+def test_weights_make_way_for_their_gradients_where_recomputation_does_not_read_them_after_that(text, bytes) -> None:
+    """Biases, which backward does not read, had made way before; `dtr` recomputes backward ops, too.
+
+    So plans in which recomputation stood behind could not be carried out.
+    """
+    trace = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16", optimizer="adamw_fused")
+    elements = trace.meta["parameters"]
+    counters = sum(t.bytes for t in trace.tensors if t.shape == () and trace.producer[t.id] < 0)
+    on_host = simulate(trace, machine(450_000), text.format("patrickstar(chunk=20000, share=1.0)"))
+    assert on_host.summary()["recompute_ns"]
+    assert most_model_state(on_host, "host") == bytes * elements + counters
+
+
 def test_each_weight_makes_way_for_its_own_gradient() -> None:
     # one update of two parameters; backward makes the gradient of the last one first, so that its id is the lower one
     b = TraceBuilder()

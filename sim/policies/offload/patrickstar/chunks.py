@@ -199,8 +199,8 @@ class Walk:
                 del chunk.present[weight.id]
                 if weight.replaced or not weight.on_device:
                     yield Drop(weight.id, self.home, after=op)
-                if weight.replaced and not weight.on_device:
-                    yield Drop(weight.id, self.host, after=op)
+                if weight.replaced and not weight.on_device:  # a bias, which backward does not read, long before that
+                    yield Drop(weight.id, self.host, after=max(op, weight.produced))
             if weight.on_device and weight.reads[-1] == op:
                 chunk.present.pop(weight.gradient, None)
                 chunk.present[weight.new] = weight
