@@ -21,13 +21,17 @@ MOST_WINDOWS = 2000
 
 
 class Use(NamedTuple):
-    """A user of bandwidth: bytes that flow between `flows` and `end` (ns), of a row that began at `start`."""
+    """A user of bandwidth: bytes that flow between `flows` and `end` (ns), of a row that began at `start`.
+
+    surely: from when on they flow even if software delays them, which no log tells.
+    """
 
     name: str
     start: int
     flows: int
     end: int
     bytes: int
+    surely: int
 
 
 def check_rates(ledger: Ledger) -> None:
@@ -38,9 +42,11 @@ def check_rates(ledger: Ledger) -> None:
     for copy in (*ledger.copies, *ledger.group_moves):
         _one_transfer(ledger, copy)
         fixed = sum(links[i].fixed for i in copy.route)
+        flows = min(copy.start + fixed, copy.end)
+        surely = max(flows, copy.end - -(-copy.bytes * NANO // min((links[i].rate for i in copy.route), default=1)))
         for i in copy.route:
             name = links[i].name
-            uses[name].append(Use(name, copy.start, min(copy.start + fixed, copy.end), copy.end, copy.bytes))
+            uses[name].append(Use(name, copy.start, flows, copy.end, copy.bytes, surely))
     for link in links:
         _at_once(ledger, link.name, link.copy_engines)
         _windows(link.name, [(use, Fraction(1)) for use in uses[link.name]], link.rate)
@@ -120,7 +126,7 @@ def _pools(ledger: Ledger, uses: dict[str, list[Use]]) -> None:
         engine = platform.engines[work.lane].name if work.lane >= 0 else ""
         if engine in shared and times.bytes[work.op]:
             flows = min(work.end, work.start + int(times.fixed[work.op]))
-            uses[engine].append(Use(engine, work.start, flows, work.end, int(times.bytes[work.op])))
+            uses[engine].append(Use(engine, work.start, flows, work.end, int(times.bytes[work.op]), flows))
     limits = {link.name: link.rate for link in platform.links}
     for pool in platform.pools:
         if pool.rate is not None:
@@ -137,8 +143,8 @@ def _pools(ledger: Ledger, uses: dict[str, list[Use]]) -> None:
 def _slowed(pool: str, use: Use, others: list[Use], rate: int, factor: Fraction) -> None:
     """While another member of the pool is active, a user keeps only a part of its rate."""
     together, at = 0, use.flows
-    for other in sorted((other for other in others if other.bytes), key=lambda other: other.flows):
-        begin, end = max(at, other.flows), min(use.end, other.end)
+    for other in sorted((other for other in others if other.bytes), key=lambda other: other.surely):
+        begin, end = max(at, other.surely), min(use.end, other.end)
         if end > begin:
             together, at = together + end - begin, end
     # an end is rounded up to the nanosecond, so that the last one of each may lie outside

@@ -433,13 +433,13 @@ def test_a_transfer_faster_than_its_link_breaks_order():
     assert broken(edited(run, "intervals", lambda table: table.__setitem__((at, 1), table[at, 1] - 1))) == {"order"}
 
 
-def both_ways(pools: tuple[Pool, ...]) -> Replayed:
+def both_ways(pools: tuple[Pool, ...], delay: int = 0) -> Replayed:
     b = TraceBuilder()
     for name in ("out", "in"):
         b.tensor(name, 40, "input")
     b.op("compute", duration=1000)
     trace = b.build(outputs=[], carry=())
-    actions = (Move("out", "host", before="compute"), Move("in", "hbm", before="compute"))
+    actions = (Move("out", "host", before="compute"), Move("in", "hbm", before="compute", delay=delay))
     return replayed(Honest(), Plan(trace, actions, place={1: "host"}), trace, machine(pools=pools))
 
 
@@ -456,6 +456,11 @@ def test_ignoring_a_pool_breaks_order(pool, monkeypatch):
     alone = lambda flows, rates, _: [own([users], [None] * len(rates))[0] for users in flows]  # noqa: E731
     monkeypatch.setattr(sim.engine.event_path.flows, "fair_rates", alone)
     assert broken(both_ways((pool,))) == {"order"}
+
+
+def test_a_copy_that_its_software_delays_leaves_the_pool_to_others_until_then():
+    """The law took the rate that others have meanwhile for too high; it was so for page faults beside an offload."""
+    assert broken(both_ways(POOLS[1:], delay=500)) == set()
 
 
 def test_more_transfers_at_once_than_copy_engines_break_order():
