@@ -39,13 +39,14 @@ class Composition(Policy):
     tensor has one owner.
 
     Parts plan in the order given, each on the trace that those before it have rewritten, and know nothing of each
-    other's decisions. Of each plan what is about the part's own tensors is carried out. Copies and waits at
-    an op come before recomputation there. Where a recomputation reads what another part has offloaded, the prefetch
-    starts earlier by as many ops; parts for checkpoints, or weights alone, see what the recomputations planned before
-    them read. A planner that keeps to a budget counts what its own model of memory counts, not
-    what other parts move away: its budget is searched by halving, with at most eight replays of all parts together,
-    so that up to 8 % of the true one may stay unused. Under pressure online parts are asked in the order given, and
-    the first with an answer answers; each sees what others own as pinned.
+    other's decisions; where a later one recomputes from what an earlier one has released for good, they plan once more,
+    and the replays that they ask for show those first plans, too. Of each plan what is about the part's own tensors is
+    carried out. Copies and waits at an op come before recomputation there. Where a recomputation reads what another
+    part has offloaded, the prefetch starts earlier by as many ops; parts for checkpoints, or weights alone, see what
+    the recomputations planned before them read. A planner that keeps to a budget counts what its own model of memory
+    counts, not what other parts move away: its budget is searched by halving, with at most eight replays of all parts
+    together, so that up to 8 % of the true one may stay unused. Under pressure online parts are asked in the order
+    given, and the first with an answer answers; each sees what others own as pinned.
     Notes of the plan: `parts`, those of the parts; `owned`, a line for each part that says what it owns; `idle_parts`,
         a line for each part that does nothing.
 
