@@ -291,6 +291,7 @@ class Composition(Policy):
                 if before and now[-1].plan.trace == before[i].plan.trace:
                     for later in before[i + 1 :]:
                         now = _with(now, later.part, later.plan, now[-1].plan.trace, later.given)
+                        now[-1] = now[-1]._replace(aware=later.aware)
                 together = self._joined(now, now[-1].plan.trace, problem)
             except PolicyError as error:  # another of the plans that the part tries may do
                 raise _Prevented(error) from None
