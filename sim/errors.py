@@ -61,7 +61,12 @@ class LayoutError(TiersimError):
 
 
 class PolicyError(TiersimError):
-    """An unknown policy, a wrong parameter, or a trace that does not meet a policy's needs."""
+    """An unknown policy, a wrong parameter, or a trace that does not meet a policy's needs.
+
+    part: the part of a composition that says so of itself, as it is written; "" for none.
+    """
+
+    part: str = ""
 
 
 class PolicyFailed(TiersimError):

@@ -41,6 +41,7 @@ from sim.errors import PolicyError
 from sim.limits import SECONDS, TooLong, limited
 from sim.policies import parameters_of
 from sim.policies.base import Policy
+from sim.policies.composition import does_nothing
 from sim.trace.io import save
 
 CHECKS: Mapping[str, Callable[[Replayed], None]] = {
@@ -346,13 +347,16 @@ def _answers_otherwise(
 def _called_a_need(policy: Policy, example: Example, run: Replayed, seed: int) -> str:
     """What is wrong with a policy that says it cannot be used, and plans with more memory; "" for nothing.
 
-    Where it then keeps everything it has planned nothing, and may lack what a plan needs.
+    Where it, or the part of a composition that says so, then keeps everything, that has planned nothing, and may lack
+    what a plan needs.
     """
     if not isinstance(run.error, PolicyError) or example.ample <= example.budget:
         return ""
     ample = run_policy(policy, example.trace, replace(example, budget=example.ample).platform, seed=seed)
     plan = ample.plan
     if not ample.done or plan is None or not (plan.actions or plan.online or plan.trace != example.trace):
+        return ""
+    if run.error.part and does_nothing(run.error.part, plan):
         return ""
     text = f"it cannot be used with {example.budget} B, and can with more: that is a refusal for memory"
     return f"{text}, Infeasible; it says: {run.error}"

@@ -238,12 +238,17 @@ class Composition(Policy):
             return _Attempt(error=error)
 
     def _refusal(self, error: PolicyError, problem: Problem) -> Infeasible:
-        """The refusal that an error stands for, where more memory would have prevented it. Raises it elsewhere."""
+        """The refusal that an error stands for, where more memory would have prevented it. Raises it elsewhere.
+
+        A part that only does nothing there may lack what it needs.
+        """
         roomy = problem.with_budget(_ample(problem))
         try:
-            self._planned(roomy, roomy.budget, [])
+            plan, _ = self._planned(roomy, roomy.budget, [])
         except (Infeasible, PolicyError):
             raise error from None
+        if error.part and does_nothing(error.part, plan):
+            raise error
         return _Prevented(error, "; more memory prevents that")
 
     def _planned(
@@ -263,6 +268,9 @@ class Composition(Policy):
             asked = self._asked(problem, trace, budget, made, before)
             try:
                 plan = part.policy.plan(asked)
+            except PolicyError as error:
+                error.part = part.label
+                raise
             except Infeasible as error:
                 refusal = error.error if isinstance(error, _Prevented) else error  # of its only plan
                 refused.append(_Refused(budget, made, refusal))
@@ -466,7 +474,16 @@ def _idle(made: Sequence[_Made], owned: Sequence[frozenset[int]], kept: Sequence
         if rewritten or (own and acts) or not (policy.recomputes or policy.moves or policy.rewrites):
             continue
         why = "nothing that it owns has to change here" if own else "it owns no tensor of this trace"
-        yield f"part {each.part.label!r} does nothing: {why}"
+        yield f"{_nothing(each.part.label)}: {why}"
+
+
+def _nothing(label: str) -> str:
+    return f"part {label!r} does nothing"
+
+
+def does_nothing(label: str, plan: Plan) -> bool:
+    """Whether a plan of a composition says so of a part."""
+    return any(line.startswith(_nothing(label)) for line in plan.notes.get("idle_parts", ()))
 
 
 def _asks_what_recomputation_reads(part: Part) -> bool:

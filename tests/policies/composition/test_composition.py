@@ -28,7 +28,7 @@ from sim.hardware.profile import load_profile
 from sim.pages import run_notes, run_view
 from sim.plan import Drop, Move, Recompute, Wait
 from sim.policies import Composition, composition, label, load, names, policy_class, policy_files, writing
-from sim.policies.composition import joined
+from sim.policies.composition import does_nothing, joined
 from sim.policies.composition.merging import merged, restricted
 from sim.policies.composition.ownership import Part, managed_beside, owners
 from sim.policies.composition.selectors import check
@@ -616,7 +616,7 @@ ONLY_SHORT = {
     "layers 0: modnn": "cannot be restricted to 'layers 0'; more memory prevents that",
     "layers 0: megtaichi": "cannot be restricted to 'layers 0'; more memory prevents that",
     "zero_offload + modnn": "",  # not all that it tries is a rewrite
-    "vlad; checkpoints: tso": "this trace is not a chain",
+    "vlad; checkpoints: tso": "this trace is not a chain",  # where there is recomputation
 }
 
 
@@ -633,6 +633,26 @@ def test_what_only_short_memory_prevents_is_no_error_of_use(text):
         simulate(trace, "a100_80_gds", text, budget=peak * 7 // 10)
     assert ONLY_SHORT[text] in str(caught.value)
     assert not caught.value.proven
+
+
+@pytest.mark.parametrize("text", ["layers 0: poet; rest: swap_all", "layers 0: swap_all; rest: poet"])
+def test_a_need_of_a_part_that_does_nothing_in_ample_memory_stays_an_error_of_use(text, tmp_path):
+    trace = transformer(TINY, batch=8, sequence=64, precision="fp32")
+    peak = simulate(trace, "a100_80_sxm").summary()["peak_bytes"]
+    ample = run_policy(load(text), trace, load_profile("a100_80_sxm").with_budget(2 * peak))
+    assert ample.done
+    assert does_nothing("poet", ample.plan)
+    assert ample.plan.actions  # of the other part, so that the law took it for a refusal
+    with pytest.raises(PolicyError, match="policy 'poet' plans op by op for 60 ops at most") as caught:
+        simulate(trace, "a100_80_sxm", text, budget=peak // 2)
+    assert caught.value.part == "poet"
+
+
+def test_the_law_takes_a_need_of_such_a_part_for_no_refusal(tmp_path):
+    text = "y*[02468]: poet(max_ops=3); rest: swap_all"
+    report = check_policy(load(text), examples=16, name=text, folder=tmp_path, across_processes=False)
+    assert report.skipped
+    assert not report.broken, report.as_text()
 
 
 def test_an_online_rewrite_beside_the_owner_of_checkpoints_names_a_tensor():
