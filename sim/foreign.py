@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import TiersimError
+from sim.regular_files import MOST_BYTES, read_file
 
-MOST_BYTES = 512 << 20
-"""The most bytes that are read from a file of results."""
+MOST_LISTS, BYTES_PER_LIST = 1_000_000, 32
+"""How many lists and objects a document of JSON may have: so many, or one for so many of its bytes."""
 
 MOST = {
     "batch": 1 << 31,
@@ -49,17 +49,6 @@ MOST_OPS = 2_000_000
 """The largest number of ops times iterations that a folder gets without --trust."""
 
 
-def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a regular file. Raises OSError, or TiersimError for another kind (a pipe may never end) or size."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise TiersimError(f"{path}: is not a regular file")
-        if about.st_size > most:
-            raise TiersimError(f"{path}: has more than {most:,} bytes")
-        return file.read(about.st_size)  # a limit of gigabytes would be taken from memory at once
-
-
 def part_of(folder: Path, *names: str) -> Path:
     """The path of a part of a folder of results, by the names that lead to it; it need not exist.
 
@@ -75,7 +64,12 @@ def part_of(folder: Path, *names: str) -> Path:
 
 
 def parse_json(data: bytes) -> Any:
-    """A document of JSON as this program writes it. Raises ValueError for anything else, such as NaN or 1e999."""
+    """A document of JSON as this program writes it. Raises ValueError for anything else, such as NaN or 1e999.
+
+    A list or an object of three bytes takes some sixty of memory, and this program writes few of them.
+    """
+    if data.count(b"[") + data.count(b"{") > max(MOST_LISTS, len(data) // BYTES_PER_LIST):
+        raise ValueError("more lists and objects than this program writes")
     try:
         return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except RecursionError:

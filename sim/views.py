@@ -12,14 +12,18 @@ from typing import IO, Any
 
 from sim.errors import TiersimError
 from sim.experiment import Result
-from sim.foreign import MOST_BYTES, parse_json, part_of, read_file
+from sim.foreign import parse_json, part_of
 from sim.pages import run_view
+from sim.regular_files import MOST_BYTES, read_file
 from sim.report.files import write_aside
 from sim.report.page import SavedView
 from sim.report.page.run import run_data
 
 NAME = "view.json.gz"
 FORMAT, VERSION = "tiersim view", 1
+
+MOST_UNPACKED, MOST_RATIO = 64 << 20, 100
+"""To how many bytes a view is unpacked: so many, or so many times what it has packed. Large ones have some 15 times."""
 
 PARTS = {
     **dict.fromkeys(("title", "workload", "platform", "description", "memory", "doc", "command"), str),
@@ -58,10 +62,12 @@ def read_view(path: Path, **about: Any) -> SavedView:
     Raises TiersimError, one line that names the file, where it does not exist or is not a view.
     """
     try:
-        with gzip.GzipFile(fileobj=BytesIO(read_file(path))) as file:
-            text = file.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise TiersimError(f"{path}: holds more than {MOST_BYTES:,} bytes")
+        packed = read_file(path)
+        most = min(MOST_BYTES, max(MOST_UNPACKED, MOST_RATIO * len(packed)))
+        with gzip.GzipFile(fileobj=BytesIO(packed)) as file:
+            text = file.read(most + 1)
+        if len(text) > most:
+            raise TiersimError(f"{path}: holds more than {most:,} bytes")
         record = parse_json(text)
     except FileNotFoundError:
         raise TiersimError(f"{path}: does not exist: no view was saved") from None

@@ -25,7 +25,8 @@ ASKED = {option.name: option.kind for option in (*RUN, *COMPARED) if option not 
 def read_saved(path: Path, *needed: str) -> dict[str, Any]:
     """What a file of results holds. Raises TiersimError where it is not one, or has none of the keys needed."""
     from sim.errors import TiersimError
-    from sim.foreign import parse_json, part_of, read_file
+    from sim.foreign import parse_json, part_of
+    from sim.regular_files import read_file
 
     try:
         found = parse_json(read_file(part_of(path.parent, path.name)))

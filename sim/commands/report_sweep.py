@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MOST_CELLS = 100_000
 """Cells of the largest study whose runs are repeated for a page: all of them are built to find the ones it shows."""
 
+MOST_FILTERED = 1_000_000
+"""How many times a cell of it may be held against a filter."""
+
 
 def sweep_page(wanted: Wanted) -> Path:
     """Write the page of a sweep: its rows as they were saved, and the runs of cells."""
@@ -128,8 +131,10 @@ class _Runs:
             print(f"tiersim: not repeated: {line}", file=sys.stderr)
         if study is None:
             return against, {}
-        if (count := _combinations(study)) > MOST_CELLS:
-            self.notes.append(f"no run is repeated for this page: the study has {count:,} combinations")
+        count, filters = _combinations(study), _filters(study)
+        if count > MOST_CELLS or count * filters > MOST_FILTERED:
+            has = f"{count:,} combinations{f' and {filters:,} filters' if filters else ''}"
+            self.notes.append(f"no run is repeated for this page: the study has {has}")
             return against, {}
         try:
             cells = {cell.id: cell for cell in load_study(study).cells()}
@@ -198,6 +203,15 @@ def _combinations(study: Mapping[str, Any]) -> int:
     figures = study.get("figures")
     rest = {key: value for key, value in study.items() if key not in ("policy", "parallel", "skip", "only", "timeline")}
     return summed(entries) * summed(layouts) * crossed(rest) * (crossed(figures) if isinstance(figures, Mapping) else 1)
+
+
+def _filters(study: Mapping[str, Any]) -> int:
+    """How many filters and values of them a study has, each of which may be held against each cell."""
+    tables = (study.get(key) for key in ("skip", "only", "timeline"))
+    listed = [entry for table in tables for entry in (table if isinstance(table, list) else [table])]
+    filters = [entry for entry in listed if isinstance(entry, Mapping)]
+    values = [value for entry in filters for value in entry.values()]
+    return len(filters) + sum(len(value) if isinstance(value, list) else 1 for value in values)
 
 
 def _numbers(task: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,9 @@ FIRST = ("status", "fits", "error", "fidelity", "budget_bytes", "unconstrained_p
 TIMING = ("wall_s", "plan_s", "host", "date")
 """Columns that vary from run to run; a table has them only on request."""
 
+MOST_PLACES, PLACES_PER_FIGURE = 10_000_000, 50
+"""How large a table of rows may be: so many places, or so many for each figure that the rows have."""
+
 Rows = Iterable[tuple[Mapping[str, Any], Mapping[str, Any] | None]]
 
 
@@ -27,6 +30,8 @@ def flat_rows(rows: Rows, *, timing: bool = False) -> list[dict[str, Any]]:
     """One flat record per cell: `cell` (its id), labels, figures; nested ones as `stall_ns.transfer`.
 
     A cell that is not finished has status "missing". The order of the columns depends on the rows alone.
+
+    Raises TiersimError for rows that have so few columns in common that their table would be empty for the most part.
     """
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
     labels: dict[str, None] = {}
@@ -38,7 +43,13 @@ def flat_rows(rows: Rows, *, timing: bool = False) -> list[dict[str, Any]]:
             row |= {key: (record or {"ran": {}})["ran"].get(key) for key in TIMING}
         flat = _flat(row)
         figures |= set(flat)
-        found.append(({"cell": cell["id"], **cell["labels"]}, flat))
+        found.append(({"cell": "", **cell["labels"]} | {"cell": cell["id"]}, flat))
+    places, filled = len(found) * (len(labels) + len(figures)), sum(len(shown) + len(flat) for shown, flat in found)
+    if places > max(MOST_PLACES, PLACES_PER_FIGURE * filled):
+        raise TiersimError(
+            f"{len(found):,} rows with {len(labels) + len(figures):,} columns, hardly one of which two have in common: "
+            "not the results of a sweep"
+        )
     known = dict.fromkeys((*FIRST, *declared(), "time_limited", *TIMING))
     order = {name: i for i, name in enumerate(known)}
     columns = sorted(figures, key=lambda name: (order.get(name.partition(".")[0], len(order)), name))

@@ -29,7 +29,8 @@ from typing import IO, Any
 
 from sim.analysis.figures import misfit
 from sim.errors import Caution, TiersimError
-from sim.foreign import parse_json, part_of, read_file, read_sums
+from sim.foreign import parse_json, part_of, read_sums
+from sim.regular_files import open_regular, read_file
 from sim.report.files import write_aside
 from sim.sweeps.cell import Outcome
 
@@ -41,6 +42,7 @@ KEYS = {"tiersim_store", "study", "files", "cells", "sum"}
 """The keys of `study.json`."""
 ANSWERS = ("ok", "infeasible", "not_applicable")
 MOST_SEGMENT = 8 << 30  # bytes of a segment that are read at most: some four million cells
+MOST_LINE = 16 << 20  # bytes of a line; a cell has some 2,000
 KEPT = "all cells finished before are kept; continue with --resume"
 NUMBERED = re.compile("[0-9]{1,18}")  # the stem of a segment that `Writer` made
 SYNC_EVERY = 256  # records between two calls of fsync; a kill loses none, a power failure up to these
@@ -145,10 +147,11 @@ class Store:
         self._after_damage = set()
         self._damage = ""
         for path in self.segments:
-            for number, record in enumerate(read_segment(path), 1):
+            for number, line in enumerate(_lines(path), 1):
+                record = _record(line)
                 if record is None or not _is_record(record):
                     self.damaged += 1
-                    if record is not None or not _is_cut_short(path, number):
+                    if record is not None or not _is_cut_short(line):
                         self._damage = f"{path}: line {number}"
                         self._after_damage.clear()
                     continue
@@ -197,17 +200,15 @@ def _is_record(record: Any) -> bool:
     return misfit(row) is None
 
 
-def _is_cut_short(path: Path, number: int) -> bool:
-    """Whether a damaged line is the last of its segment and cut short, as a kill leaves it."""
-    lines = read_file(path, MOST_SEGMENT).splitlines(keepends=True)
-    last = lines[-1]
-    if number < len(lines) or last.endswith(b"\n"):
+def _is_cut_short(line: bytes) -> bool:
+    """Whether a damaged line is cut short, as a kill leaves the last one of a segment; only that lacks its end."""
+    if line.endswith(b"\n"):
         return False
     try:
-        json.JSONDecoder().raw_decode(last.partition(b" ")[2].decode())
-    except ValueError:
+        json.JSONDecoder().raw_decode(line.partition(b" ")[2].decode())
+    except (ValueError, RecursionError):
         return True
-    return last.endswith(b"}")  # all of it but the end of its line
+    return line.endswith(b"}")  # all of it but the end of its line
 
 
 def _is_cell(cell: Any) -> bool:
@@ -225,7 +226,8 @@ def is_answer(record: Mapping[str, Any]) -> bool:
 def stands(record: Mapping[str, Any], time_limit_s: float | None) -> bool:
     """Whether a sweep with that time limit keeps a record: an answer, or a cell that would exceed the limit again."""
     if record["row"]["status"] == "timed_out":
-        return time_limit_s is not None and time_limit_s <= record["ran"]["time_limit_s"]
+        had = record["ran"].get("time_limit_s")  # a folder may say anything
+        return time_limit_s is not None and type(had) in (int, float) and time_limit_s <= had
     return is_answer(record)
 
 
@@ -237,13 +239,32 @@ def line_of(record: Mapping[str, Any]) -> bytes:
 
 def read_segment(path: Path) -> Iterator[dict[str, Any] | None]:
     """The records of a segment; None for a damaged line."""
-    for line in read_file(path, MOST_SEGMENT).splitlines(keepends=True):
-        sum_, _, text = line[:-1].partition(b" ")
-        record = None
-        if sum_ == b"%08x" % zlib.crc32(text):  # the byte after it ends the line, even if that byte is damaged
-            with contextlib.suppress(ValueError):
-                record = parse_json(text)
-        yield record
+    yield from map(_record, _lines(path))
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record of a line, None for a damaged one."""
+    sum_, _, text = line[:-1].partition(b" ")
+    if sum_ == b"%08x" % zlib.crc32(text):  # the byte after it ends the line, even if that byte is damaged
+        with contextlib.suppress(ValueError):
+            found: dict[str, Any] = parse_json(text)
+            return found
+    return None
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a segment with their ends; of one longer than `MOST_LINE`, which is damaged, the beginning.
+
+    Raises OSError, or TiersimError for what is not a regular file or too large.
+    """
+    with open_regular(path, MOST_SEGMENT) as file:
+        while line := file.readline(MOST_LINE):
+            if len(line) == MOST_LINE and not line.endswith(b"\n"):
+                while rest := file.readline(MOST_LINE):
+                    if rest.endswith(b"\n"):
+                        line += b"\n"
+                        break
+            yield line
 
 
 class Writer:

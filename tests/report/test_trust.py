@@ -181,6 +181,8 @@ def changed(**parts):
         (lambda data: b"{}", "view.json.gz"),
         (lambda data: gzip.compress(b"[1, 2"), "damaged"),
         (lambda data: gzip.compress(b"{}"), "not a view"),
+        (lambda data: gzip.compress(b" " * (65 << 20), 1), "holds more than 67,108,864 bytes"),
+        (lambda data: gzip.compress(b"[" + b"[]," * 1_000_000 + b"0]", 1), "more lists and objects"),
         (other_figures, "peak_bytes"),
         (no_tiers, "tiers: expected list"),
     ],

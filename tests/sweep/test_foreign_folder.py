@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 
@@ -10,7 +11,8 @@ from sim.errors import TiersimError
 from sim.foreign import part_of
 from sim.outputs import check_folder
 from sim.sweeps import Store, run_sweep
-from sim.sweeps.store import Writer
+from sim.sweeps.frame import flat_rows
+from sim.sweeps.store import Writer, line_of, read_segment
 from sim.views import row_view
 
 
@@ -131,3 +133,98 @@ def test_a_segment_of_any_name_does_not_stop_a_sweep(name, folder, study):
     (folder / "segments" / name).touch()
     assert run_sweep(study(), out=folder, resume=True, jobs=1).progress.ran == 1
     assert (folder / "segments" / "00002.jsonl").stat().st_size
+
+
+def with_records(folder, change):
+    """The same folder with every record changed."""
+    for segment in (folder / "segments").glob("*.jsonl"):
+        records = [record for record in read_segment(segment) if record]
+        for i, record in enumerate(records):
+            change(i, record)
+        segment.write_bytes(b"".join(map(line_of, records)))
+
+
+@pytest.mark.timeout(30)
+def test_a_hundred_thousand_damaged_lines_are_counted_at_once(folder):
+    with open(folder / "segments" / "00001.jsonl", "ab") as segment:
+        segment.write(b"\n" * 100_000)
+    store = Store(folder)
+    known = len(store.records())
+    assert (known, store.damaged) == (len(store.cells) - 1, 100_000)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_line_longer_than_any_is_damaged_and_is_not_held_whole(end, folder, monkeypatch):
+    monkeypatch.setattr("sim.sweeps.store.MOST_LINE", 1 << 16)
+    segment = folder / "segments" / "00001.jsonl"
+    good = segment.read_bytes()
+    segment.write_bytes(good + b"0" * (1 << 20) + end + (good if end else b""))
+    lines = list(read_segment(segment))
+    count = good.count(b"\n")
+    assert [record is None for record in lines] == [False] * count + [True] + [False] * (count if end else 0)
+    store = Store(folder)
+    assert [bool(record) for _, record in store.rows()].count(False) == 1
+    assert store.damaged == 1
+
+
+def test_a_last_line_that_is_nested_too_deeply_is_damaged(folder):
+    with open(folder / "segments" / "00001.jsonl", "ab") as segment:
+        segment.write(b"0 " + b"[" * 100_000)
+    assert Store(folder).whole_rows()
+
+
+@pytest.mark.parametrize("had", [None, "1 s", [1], {}])
+def test_a_cell_that_took_too_long_under_no_known_limit_is_run_again(had, folder, study):
+    def ended(i, record):
+        record["row"] = {"status": "timed_out", "fits": None, "error": ""}
+        record["ran"]["time_limit_s"] = had
+
+    with_records(folder, ended)
+    swept = run_sweep(study(time_limit="60 s"), out=folder, resume=True, executor=Says())
+    assert swept.progress.ran == swept.progress.total
+
+
+class Says:
+    """An executor that runs nothing."""
+
+    def run(self, jobs):
+        for job in jobs:
+            yield job.id, {"row": {"status": "ok", "fits": None}, "ran": {}}
+
+
+def test_an_axis_that_is_called_as_a_column_hides_no_id(folder, tmp_path, capsys, monkeypatch):
+    about = json.loads((folder / "study.json").read_text())
+    about.pop("sum")
+    ids = [cell["id"] for cell in about["cells"]]
+    for cell in about["cells"]:
+        cell["labels"]["cell"] = {"a": [1]}
+    (folder / "study.json").write_text(json.dumps(about))
+    assert [row["cell"] for row in flat_rows(Store(folder).rows())] == ids
+    monkeypatch.setattr("sys.argv", ["tiersim", "report", str(folder), "-o", str(tmp_path / "r.html"), "--runs", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0, capsys.readouterr().err
+
+
+def test_a_table_that_would_be_empty_for_the_most_part_is_refused(folder, monkeypatch):
+    module = sys.modules[flat_rows.__module__]
+    monkeypatch.setattr(module, "MOST_PLACES", 1000)
+    monkeypatch.setattr(module, "PLACES_PER_FIGURE", 2)
+    flat_rows(Store(folder).rows())
+    with_records(folder, lambda i, record: record["row"].update({f"x{i}.{k}": k for k in range(1000)}))
+    with pytest.raises(TiersimError, match="not the results of a sweep"):
+        flat_rows(Store(folder).rows())
+
+
+@pytest.mark.timeout(60)
+def test_a_page_holds_no_cell_against_more_filters_than_it_can(folder, tmp_path, monkeypatch):
+    from sim.commands.report_sweep import _Runs
+    from sim.foreign import Trust
+
+    store = Store(folder)
+    study = {**store.study, "model": "gpt2", "batch": list(range(1, 1000))}
+    study["skip"] = [{}, *({"batch": [10**6 + i] * 10} for i in range(1000))]
+    store.study = study
+    runs = _Runs(store, Trust(folder, False, {}), {})
+    assert runs._tasks() == ([], {})
+    assert "filters" in runs.notes[0]
