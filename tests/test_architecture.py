@@ -20,20 +20,22 @@ MAY_IMPORT = {
     "sim.units": {"sim.errors"},
     "sim.deprecation": {"sim.errors"},
     "sim.declared": {"sim.errors", "sim.units"},
-    "sim.trace": {"sim.errors", "sim.foreign_text", "sim.units"},
+    "sim.trace": {"sim.errors", "sim.foreign_text", "sim.regular_files", "sim.units"},
     "sim.hardware": WORDS | {"sim.toml_text"},
     "sim.log": {"sim.trace", "sim.hardware"},
     "sim.limits": {"sim.errors"},
+    "sim.regular_files": {"sim.errors"},
     "sim.plan": WORDS | {"sim.limits", "sim.log"},
     "sim.rewrites": WORDS,
     "sim.solvers": WORDS | {"sim.plan"},
     "sim.eviction": WORDS | {"sim.declared", "sim.plan", "sim.log", "sim.solvers"},
     "sim.policies": WORDS
-    | {"sim.declared", "sim.deprecation", "sim.plan", "sim.solvers", "sim.eviction", "sim.rewrites", "sim.log"},
+    | {"sim.declared", "sim.deprecation", "sim.plan", "sim.solvers", "sim.eviction", "sim.rewrites", "sim.log"}
+    | {"sim.regular_files"},
     "sim.engine": WORDS | {"sim.plan", "sim.log", "simpy"},
     "sim.analysis": WORDS | {"sim.log"},
-    "sim.report": WORDS | {"sim.analysis", "sim.foreign_text", "sim.log"},
-    "workloads": WORDS | {"sim.cache", "sim.rewrites"},
+    "sim.report": WORDS | {"sim.analysis", "sim.foreign_text", "sim.log", "sim.regular_files"},
+    "workloads": WORDS | {"sim.cache", "sim.regular_files", "sim.rewrites"},
     "hardware_profiles": set(),
 }
 """What each part may import of the others; what is not named here (experiment, cli, …) ties parts together."""

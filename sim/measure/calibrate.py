@@ -19,6 +19,7 @@ from sim.foreign_text import styled
 from sim.measure import choose_device, require_torch
 from sim.measure.fit import LinkFit, fit_copies, fit_ops
 from sim.measure.profile_text import Links, Machine, profile_text
+from sim.regular_files import check_replaceable
 
 Progress = Callable[[int, int, str], None]
 """Called with the number of finished sizes, their total, and what was timed last."""
@@ -145,6 +146,7 @@ def _write(path: Path, text: str) -> Path:
 
     temporary = ""
     try:
+        check_replaceable(path)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".toml", dir=path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)

@@ -29,6 +29,7 @@ from sim.hardware.profile import load_profile
 from sim.measure import choose_device, require_torch
 from sim.measure.calibrate import calibrate
 from sim.measure.validate import POLICIES, Row, config_of, roomy, validate
+from sim.regular_files import check_replaceable
 from workloads.transformer import transformer
 
 SECONDS = 570.0
@@ -170,6 +171,7 @@ def _shown(row: Row) -> dict[str, Any]:
 
 def write(path: Path, machine: str, rows: Sequence[dict[str, Any]]) -> None:
     """Write the rows as JSON, one per line; the file appears complete or not at all."""
+    check_replaceable(path)
     text = ",\n".join(json.dumps(row) for row in rows)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(f'{{"machine": {json.dumps(machine)}, "rows": [\n{text}\n]}}\n', encoding="utf-8")

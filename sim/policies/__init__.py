@@ -28,6 +28,7 @@ from sim.policies.base import Policy, label
 from sim.policies.composition import Composition
 from sim.policies.composition.ownership import Part
 from sim.policies.writing import Term, terms
+from sim.regular_files import MOST_SOURCE, read_file
 
 __all__ = [
     "FAMILIES",
@@ -255,7 +256,7 @@ def _from_file(name: str) -> type[Policy]:
         sys.modules[key] = module
         try:
             # read once, and not by the loader, which would take a compiled file that lies beside it instead
-            source = _executed[key] = _admitted[key] if key in _admitted else path.read_bytes()
+            source = _executed[key] = _admitted[key] if key in _admitted else read_file(path, MOST_SOURCE)
             with calling(name):
                 exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
         except BaseException as error:

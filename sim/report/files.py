@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from sim.regular_files import check_replaceable
+
 
 def write_aside(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> Path:
     """Let `write` fill a temporary file next to `path`, then rename it to `path`; a missing folder is created.
@@ -16,6 +18,7 @@ def write_aside(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]
     After an error nothing is left behind and an older file of that name is untouched. Raises OSError that names `path`.
     """
     target = Path(path)
+    check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write_and_rename(target, write)

@@ -44,6 +44,7 @@ from sim.limits import CELL_SECONDS, TooLong, limited
 from sim.log import EventLog
 from sim.policies import load
 from sim.policies.base import Policy
+from sim.regular_files import file_sum
 from sim.sweeps.identity import policy_identity
 from sim.sweeps.job import build, divided, layout_of, platform_of, undivided
 from sim.sweeps.kept import Kept
@@ -223,7 +224,7 @@ def _platform(task: Task) -> Platform:
 def _trace(workload: Mapping[str, Any], sum_: str) -> Trace:
     path = workload.get("trace")
     if path is not None:
-        if hashlib.sha256(Path(path).read_bytes()).hexdigest() != sum_:
+        if file_sum(Path(path)) != sum_:
             raise TiersimError(f"{path}: the trace was changed while the sweep ran; repeat the sweep")
         return build(workload)
     from workloads.steps import config_identity

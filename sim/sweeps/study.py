@@ -11,7 +11,6 @@ is a whole study of four cells. `docs/sweeps.md` shows the rest.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import os
 from collections.abc import Iterator, Mapping
@@ -25,9 +24,9 @@ from pydantic import ValidationError
 
 from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import ProfileError, TiersimError, near, nearest
-from sim.foreign import read_file
 from sim.hardware.profile import load_profile
 from sim.layout import Layout
+from sim.regular_files import file_sum, read_file
 from sim.sweeps.cell import config_sum
 from sim.sweeps.identity import digest, engine_version, policy_identity, workload_version
 from sim.sweeps.schema import COMPARISON, DERIVED, LAYOUT_KEYS, WORKLOAD_AXES, Chosen, Several, StudyFile, budget_text
@@ -312,7 +311,7 @@ class _Expansion:
         file = self.file
         if file.trace is not None:
             for path in file.trace:
-                content = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+                content = file_sum(Path(path))
                 yield {"trace": path}, (content, workload_version()), {"trace": path}
             return
         from workloads.steps import config_identity

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sim.errors import TraceError, near
+from sim.regular_files import check_replaceable
 from sim.trace.graph import Trace
 from sim.trace.io_columns import Content, Table, take_columns
 from sim.trace.io_scan import scan
@@ -102,6 +103,7 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     Raises OSError, which names `path`, where it cannot be written.
     """
     target = Path(path)
+    check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write_and_rename(trace, target)

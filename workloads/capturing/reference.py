@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import TiersimError, WorkloadError, near
+from sim.regular_files import MOST_SOURCE, read_file
 from workloads.capturing.held import DESCRIBED
 from workloads.capturing.places import line_of, way_out
 
@@ -128,7 +129,7 @@ def _import_ahead(file: str | None) -> None:
     """Import what a file imports, anywhere in it. What fails, fails when the file is run."""
     if file is None or not file.endswith(".py") or not os.path.isfile(file):
         return
-    for node in ast.walk(ast.parse(Path(file).read_bytes())):
+    for node in ast.walk(ast.parse(read_file(Path(file), MOST_SOURCE))):
         if isinstance(node, ast.Import):
             for name in node.names:
                 with suppress(Exception):
@@ -145,7 +146,7 @@ def _load(spec: Any, reference: str, name: str) -> Callable[..., Any]:
     with _refused(reference, where):
         source = import_module("importlib.util").module_from_spec(spec)
         sys.modules[spec.name] = source  # dataclasses look for their module there
-        spec.loader.exec_module(source)
+        _execute(spec, source)
     function: Callable[..., Any] | None = getattr(source, name, None)
     if function is None or not callable(function):
         own = [key for key, each in vars(source).items() if key[0] != "_" and _is_own(each, spec.name)]
@@ -156,6 +157,15 @@ def _load(spec: Any, reference: str, name: str) -> Callable[..., Any]:
             f"{reference!r}: this is the module {type(function).__name__} and no training step: {DESCRIBED}"
         )
     return function
+
+
+def _execute(spec: Any, module: Any) -> None:
+    """Execute a module: of a source its text, not the compiled file beside it that its loader would take instead."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        spec.loader.exec_module(module)
+        return
+    text = read_file(Path(spec.origin), MOST_SOURCE)
+    exec(compile(text, spec.origin, "exec", dont_inherit=True), module.__dict__)
 
 
 def _is_own(value: Any, module: str) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 
 from sim.errors import TraceError
 from sim.log import WHY, EventLog
+from sim.regular_files import check_replaceable
 from sim.trace.op import Op
 from sim.trace.tensor import ROLES
 from workloads.importers.chakra_schema import COLLECTIVES, NODE_TYPES, attribute, encode, messages
@@ -239,6 +240,7 @@ def _head(log: EventLog) -> Any:
 
 
 def _save(path: Path, data: bytes) -> None:
+    check_replaceable(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as out:
