@@ -83,6 +83,10 @@ def _finite(text: str) -> float:
     return number
 
 
+MOST_DIVIDED = 200_000
+"""The largest number of ops of microbatches that a folder gets without --trust: to make one takes ten times as long."""
+
+
 @dataclass(frozen=True)
 class Named:
     """A file that results refer to.
@@ -169,6 +173,13 @@ class Trust:
         if self.asked or runs <= MOST_OPS:
             return []
         return [f"{runs:,} ops are more than the {MOST_OPS:,} that results get without --trust"]
+
+    def too_divided(self, ops: int, micro_batches: int) -> list[str]:
+        """Why a trace is not divided into microbatches, each with that many ops, without --trust."""
+        made = ops * micro_batches
+        if self.asked or micro_batches == 1 or made <= MOST_DIVIDED:
+            return []
+        return [f"{made:,} ops of microbatches are more than the {MOST_DIVIDED:,} that results get without --trust"]
 
     def _holds(self, path: Path) -> bool:
         try:

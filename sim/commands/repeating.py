@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.commands.options import JSON, OUT, budget_of, files_of, job_of, limit_of, parameters
+from sim.commands.options import JSON, OUT, budget_of, files_of, job_of, limit_of, parameters, workload
 from sim.commands.runs import COMPARED, LIMITS, RUN
 from sim.commands.saved import check_repeated
 from sim.limits import calling
@@ -68,11 +68,27 @@ def checked_job(
 ) -> tuple[list[str], tuple[Platform, Trace] | None]:
     """Why a run cannot be repeated; if it can, its platform and trace."""
     objections = [*trust.objections(files), *trust.too_much(options)]
+    objections += [] if objections else _too_divided(options, trust)
     if objections:
         return objections, None
     job = job_of(dict(options))
     objections = trust.too_long(len(job[1].op_columns.name), options["iterations"])
     return objections, None if objections else job
+
+
+def _too_divided(options: Mapping[str, Any], trust: Trust) -> list[str]:
+    """Why a trace is not divided into as many microbatches as the options say."""
+    parts = options["micro_batches"] or 1
+    if trust.asked or parts == 1:
+        return []
+    return trust.too_divided(steps(workload({**options, "micro_batches": 1})), parts)
+
+
+def steps(trace: Trace) -> int:
+    """The ops of a trace that each microbatch has."""
+    from sim.trace.op import PHASES
+
+    return int((trace.op_columns.phase != PHASES.index("update")).sum())
 
 
 def repeat(

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.commands.options import say
+from sim.commands.repeating import steps
 from sim.commands.saved import Wanted, check_repeated, files_beside, saved_view
 from sim.errors import BEGAN, Infeasible, ProfileError, TiersimError, near
+from sim.limits import calling
 
 if TYPE_CHECKING:
     from sim.experiment import Result
@@ -115,11 +117,14 @@ class _Runs:
             )
         for id in available[:most]:
             row, title = records[id]["row"], str(labels[id].get("policy", id[:12]))
-            if id in tasks:
+            objections = self._too_long(tasks[id].task) if id in tasks else against
+            if not objections:
                 with suppress(Infeasible):  # it planned, and nothing ran
                     self.runs[id] = self._repeat(id, tasks[id], row, title)
+            elif self._view(id).is_file():
+                self.runs[id] = saved_view(self._view(id), row, objections, title=title, links=self._links(id))
             else:
-                self.runs[id] = saved_view(self._view(id), row, against, title=title, links=self._links(id))
+                self.notes += [f"cell {id[:12]} is not in this page: {line}" for line in objections]
 
     def _tasks(self) -> tuple[list[str], dict[str, Any]]:
         """Why not all cells can be repeated, and those that can, by id."""
@@ -147,6 +152,18 @@ class _Runs:
         for line in said:
             print(f"tiersim: not repeated: {line}", file=sys.stderr)
         return [*against, *said], {id: cell for id, cell in cells.items() if not large[id]}
+
+    def _too_long(self, task: Mapping[str, Any]) -> list[str]:
+        """Why a cell is not repeated without --trust, from its trace before that is divided."""
+        from sim.sweeps.job import build, layout_of, undivided
+
+        if self.trust.asked:
+            return []
+        arguments = undivided(task)
+        parts = (arguments.pop("micro_batches", None) or 1) * (layout_of(task).micro_batches or 1)
+        trace = build(arguments)
+        ops = len(trace.op_columns.name)
+        return [*self.trust.too_divided(steps(trace), parts), *self.trust.too_long(ops, task["iterations"])]
 
     def _repeat(self, id: str, cell: Any, row: Mapping[str, Any], title: str) -> RunView:
         from sim.pages import run_view
@@ -230,15 +247,16 @@ def _cell(task: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
 
     trace, platform = job(task)
     try:
-        result = simulate(
-            trace,
-            platform,
-            load(task["policy"], **task["parameters"]),
-            budget=None if task["budget"] is None else row["budget_bytes"],
-            seed=task["seed"],
-            iterations=task["iterations"],
-            recompute_limit=task["recompute_limit"],
-        )
+        with calling(task["policy"]):
+            result = simulate(
+                trace,
+                platform,
+                load(task["policy"], **task["parameters"]),
+                budget=None if task["budget"] is None else row["budget_bytes"],
+                seed=task["seed"],
+                iterations=task["iterations"],
+                recompute_limit=task["recompute_limit"],
+            )
     except Infeasible as error:
         if error.attempt is None or row["status"] == "ok":
             raise

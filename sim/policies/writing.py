@@ -24,6 +24,9 @@ WORDS = {"True": True, "False": False, "None": None}
 SPECIAL = re.compile(r"[\s\[\](){},;+=\"'\\]")
 """What in a value would be taken for something else."""
 
+MOST_PARTS = 100
+"""How many policies may be combined; what they do to each other takes the square of their number."""
+
 NUMBERS = re.compile(r"(?:^|[;+&])\s*(?:layer|stage)s?\s[\d\s,-]+$")
 """A selector that has not ended."""
 
@@ -44,6 +47,8 @@ def terms(text: str) -> list[Term]:
     for clause in split_outside(text, ";"):
         selector = ""
         for part in split_outside(clause, "+"):
+            if len(found) == MOST_PARTS:
+                raise PolicyError(f"policy {text[:40] + '…'!r}: more than {MOST_PARTS} policies are combined")
             own, call = _selector(part, text)
             selector = own or selector
             name, inside = _call(call, text)

@@ -361,6 +361,7 @@ def asked_for(folder, **changes):
         ({"batch": 10**7, "micro_batches": 10**7}, "micro_batches 10000000 is more than the 1,024"),
         ({"seq": 10**9}, "seq 1000000000 is more than the 16,777,216"),
         ({"iterations": 1000, "model": "llama2-70b"}, "ops are more than the 2,000,000"),
+        ({"batch": 1024, "micro_batches": 1024, "pp": 12}, "ops of microbatches are more than the 200,000"),
         ({"recompute_limit": 0.0}, "recompute_limit 0.0 is more than the 1,000"),
     ],
 )
@@ -400,6 +401,48 @@ def test_a_study_that_crosses_millions_of_values_is_not_gone_through(tmp_path, c
         code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
         assert code == 0
         assert said in err + "".join(read(tmp_path / "r.html").parts["table"]["notes"])
+
+
+@pytest.fixture
+def swept(tmp_path):
+    """The folder of a sweep with a timeline."""
+    from sim import sweep
+
+    study = {"model": "gpt2", "sequence": 64, "profile": "mt3000_survey", "policy": "keep_all", "timeline": True}
+    sweep(study, out=tmp_path / "out", jobs=1)
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_cell_that_would_not_end_is_not_run_again_unasked_and_says_so(kept, swept, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sim.foreign.MOST_OPS", 100)
+    (id,) = os.listdir(swept / "cells")
+    if not kept:
+        (swept / "cells" / id / "view.json.gz").unlink()
+    code, _, _ = tiersim("report", swept, "-o", tmp_path / "r.html", capsys=capsys)
+    parts = read(tmp_path / "r.html").parts
+    assert code == 0
+    assert [part for part in parts if part.startswith("run ")] == ([f"run {parts['table']['ids'][0]}"] if kept else [])
+    said = parts[f"run {parts['table']['ids'][0]}"]["caution"] if kept else parts["table"]["notes"]
+    assert "ops are more than the 100 that results get without --trust" in " ".join(said)
+
+
+@pytest.mark.timeout(60)
+def test_a_cell_that_is_run_again_has_the_usual_limit_of_time(swept, tmp_path, capsys, monkeypatch):
+    from sim.sweeps import load_study
+    from sim.sweeps.store import _sum, line_of, read_segment
+
+    path, segment = swept / "study.json", swept / "segments" / "00001.jsonl"
+    about, (record,) = json.loads(path.read_text()), read_segment(segment)
+    about["study"]["iterations"] = 10**9
+    (cell,) = load_study(about["study"]).cells()
+    (swept / "cells" / record["id"][:16]).rename(swept / "cells" / cell.id[:16])
+    about["cells"][0]["id"] = record["id"] = cell.id
+    path.write_text(json.dumps({**about, "sum": _sum(about)}))
+    segment.write_bytes(line_of(record))
+    monkeypatch.setattr("sim.limits.RUN_SECONDS", 0.5)
+    code, out, err = tiersim("report", swept, "-o", tmp_path / "r.html", "--trust", capsys=capsys)
+    assert (code, out, err) == (1, "", "tiersim: policy 'keep_all': no answer after 0.5 s of processor time\n")
 
 
 @pytest.mark.timeout(60)

@@ -819,3 +819,12 @@ def test_weights_on_the_host_belong_to_whoever_fetches_them(text, owner):
     run = run_policy(policy, trace, machine())
     assert run.done
     assert {law: said for law, check in CHECKS.items() if (said := breaks(check, run))} == {}
+
+
+def test_a_composition_of_thousands_of_policies_is_refused_at_once():
+    from sim.policies.writing import MOST_PARTS, terms
+
+    assert len(terms("; ".join(["+".join(["keep_all"] * 5)] * 20))) == MOST_PARTS
+    for separator in "+;":
+        with pytest.raises(PolicyError, match="more than 100 policies are combined"):
+            terms(separator.join(["keep_all"] * 10_000))
