@@ -231,6 +231,23 @@ def test_room_for_chunks_is_what_the_rest_leaves_at_this_moment_and_the_next(mon
     ]
 
 
+def test_room_for_chunks_is_not_what_another_device_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = TraceBuilder()
+    x, y = [b.tensor(f"x{d}", 1, "input") for d in (0, 1)], [0, 0]
+    for k in range(3):  # in turn, the ops of the second device with a workspace
+        for d in (0, 1):
+            w, y[d] = b.tensor(f"w{d}.{k}", 100, "weight"), b.tensor(f"y{d}.{k}", 1)
+            b.op(f"f{d}.{k}", "matmul", reads=[x[d], w], writes=[y[d]], device=d, workspace=5000 * d, duration=10)
+            x[d] = y[d]
+    rooms = []
+    walk = patrickstar.Walk
+    monkeypatch.setattr(patrickstar, "Walk", lambda *of, **more: rooms.append(of[2]) or walk(*of, **more))
+    card = load_profile("a100_80_sxm", overrides={"devices": "2"})
+    done = simulate(b.build(), card, "patrickstar", budget=20_000, chunk=1000, share=1.0)
+    first, second = ([room[op.id] for op in done.plan.trace.ops if op.device == d] for d, room in enumerate(rooms[2:]))
+    assert min(first) > 5000 + max(second) - 10
+
+
 def test_part_of_the_states_on_the_device_is_faster_than_none() -> None:
     trace = transformer(TINY, batch=2, sequence=32, precision="mixed_fp16", optimizer="adamw_fused")
     elements = trace.meta["parameters"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated
 
@@ -132,8 +133,10 @@ class PatrickStar(Policy):
                 states = sum(_states(trace, tile) for tile in kept if trace.op_columns.device[tile[0]] == device)
                 ranks = max(chunk.ranks for chunk in chunks)
                 most = int(self.share * budget) - states - 2 * ranks * max(chunk.bytes for chunk in chunks)
-                used = [rest.get(name, 0) for name in (*names, "")]
-                room = [most - max(used[k : k + 2]) for k in range(len(names))]
+                ops = [op for op in range(len(names)) if whole.op_columns.device[op] == device]
+                used = [rest.get(names[op], 0) for op in ops]
+                for op, two in zip(ops, pairwise([*used, 0]), strict=True):
+                    room[op] = most - max(two)
             walk = Walk(whole, chunks, room, home, host, belady=bool(problem.history))
             actions += walk.actions(self.prefetch)
         if new:
