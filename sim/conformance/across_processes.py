@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -128,7 +129,8 @@ def elsewhere(
 
     It runs the examples in reverse order, which also reveals what a policy remembers of earlier ones, at another time
     of another day, on a machine of another name with other numbers of processors and threads, for another user with
-    another home and folder of temporary files, in another folder, and with other names of tensors, ops and platform.
+    another home and folder of temporary files, another language, terminal and time zone, in another folder, and with
+    other names of tensors, ops and platform.
     A policy that cannot be loaded there by its name and parameters is left out. Ask the second process first, so that a
     policy that ends its process does not end this one. Raises Ended if that happened.
     """
@@ -185,8 +187,20 @@ def _another_user(folder: Path) -> dict[str, str]:
     for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
         (folder / name.lower()).mkdir()
         found[name] = str(folder / name.lower())
-    return {**found, "TZ": "UTC-7" if os.environ.get("TZ") != "UTC-7" else "UTC-5"}
+    found |= {name: f"/another-{name.lower()}" for name in ("SHELL", "EDITOR", "PWD", "OLDPWD")} | {"HOSTNAME": HOST}
+    for names, values in OTHERWISE.items():
+        value = next(value for value in values if os.environ.get(names[0]) != value)
+        found |= dict.fromkeys(names, value)
+    return found
 
+
+OTHERWISE = {
+    ("TZ",): ("EAST-7", "WEST-5"),
+    ("LC_ALL", "LANG", "LANGUAGE"): ("C", "C.UTF-8"),
+    ("COLUMNS", "LINES"): ("57", "58"),
+    ("TERM",): ("another-terminal", "dumb"),
+}
+"""Environment variables of a user's place, language and terminal, and two values, of which another user has one."""
 
 HOST = "another-machine"
 """The name of the second process's machine."""
@@ -266,6 +280,10 @@ def _change_machine() -> None:
     if hasattr(os, "uname"):
         known = os.uname()
         os.uname = lambda: type(known)((known[0], HOST, *known[2:]))
+    platform._uname_cache = None  # type: ignore[attr-defined]
+    address = uuid.getnode()
+    uuid.getnode = lambda: address ^ 1
+    os.umask(0o077 if os.umask(0o022) != 0o077 else 0o022)
     count = os.cpu_count() or 1
     for module, name in ((os, "cpu_count"), (os, "process_cpu_count"), (multiprocessing, "cpu_count")):
         if hasattr(module, name):
