@@ -131,8 +131,9 @@ class Stream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write text, made safe."""
-        parts = STYLING.split(text) if self.styled and self.isatty() else [text]
-        safe = "".join(part if i % 2 else printable(part, keep="\n\r\t") for i, part in enumerate(parts))
+        draws = self.styled and self.isatty()
+        parts, keep = (STYLING.split(text), "\n\t\r") if draws else ([text], "\n\t")  # \r: what follows hides the line
+        safe = "".join(part if i % 2 else printable(part, keep=keep) for i, part in enumerate(parts))
         self.stream.write(safe.encode(self.encoding, "backslashreplace").decode(self.encoding))
         return len(text)
 

@@ -116,6 +116,8 @@ class Terminal(io.StringIO):
     [
         (True, "utf-8", "\x1b[1mbold\x1b[0m\x1b]52;c;x\x07é\n", "\x1b[1mbold\x1b[0m\\x1b]52;c;x\\x07é\n"),
         (False, "utf-8", "\x1b[1mbold\x1b[0m \ud800\n", "\\x1b[1mbold\\x1b[0m \\ud800\n"),
+        (False, "utf-8", "good\rbad\r\n", "good\\rbad\\r\n"),
+        (True, "utf-8", "12 of 20\r\x1b[K", "12 of 20\r\x1b[K"),
         (False, "ascii", "1 µs … 量\n", "1 \\xb5s \\u2026 \\u91cf\n"),
     ],
 )
@@ -123,6 +125,22 @@ def test_a_stream_keeps_its_own_colours_and_nothing_else_that_acts(tty, encoding
     below = Terminal(tty, encoding)
     print(text, end="", file=styled(Stream(below)))
     assert below.getvalue() == shown
+
+
+def test_a_name_hides_no_line_and_begins_none(evil, tmp_path, monkeypatch, capsys):
+    from sim.report.page.document import document
+
+    monkeypatch.chdir(tmp_path)
+    ran(monkeypatch, "run", "--profile", "p100", "--trace", evil, "-o", "out")
+    capsys.readouterr()
+    assert ran(monkeypatch, "explain", "out", "--trust", "--seconds", "0") == 0
+    out, _ = capsys.readouterr()
+    assert "+y\\n=1+1" in out
+    assert "+y\n" not in out
+    assert "<title>=1+1\\x1b[31mred" in document(EVIL, {}, {})
+    below = Terminal(True, "utf-8")
+    print("good\rbad", end="", file=Stream(below))
+    assert below.getvalue() == "good\\rbad"
 
 
 def test_a_stream_that_is_not_the_writers_of_colours_shows_none():

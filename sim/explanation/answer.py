@@ -12,6 +12,7 @@ from sim.analysis.stalls import Stalls
 from sim.experiment import Result
 from sim.explanation.parting import Parting, Step
 from sim.explanation.tried import Tried
+from sim.foreign_text import printable
 from sim.policies import label
 from sim.units import format_bytes, format_time
 
@@ -85,7 +86,7 @@ class Explanation:
 def blocks(found: Explanation) -> list[list[str]]:
     """The lines, in blocks: what ran, its peak, its time, the other run, single changes."""
     made = (_headline(found), _peak(found), _time(found), _against(found), _changes(found))
-    return [lines for block in made if (lines := list(block))]
+    return [lines for block in made if (lines := [printable(line) for line in block])]
 
 
 def _ms(ns: int) -> str:

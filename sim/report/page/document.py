@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import IO, Any
 
+from sim.foreign_text import printable
 from sim.report.colours import ROLE_COLOURS, WHY_COLOURS, ink_on
 from sim.report.files import write_aside
 from sim.report.page.run import RunView, SavedView, run_data
@@ -69,7 +70,7 @@ def document(title: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> 
         f"/*! uPlot\n{_asset('uplot/LICENSE').strip()}\n*/\n{_library()}\n(() => {{\n'use strict';\n{ours}\n}})();\n"
     )
     return Template(_asset("template.html")).substitute(
-        title=escape(f"{title} – tiersim"),
+        title=escape(printable(f"{title} – tiersim")),
         policy=f"default-src 'none'; img-src data:; style-src {_sum(style)}; script-src {_sum(script)}",
         style=style,
         blocks="\n".join(blocks),
