@@ -14,7 +14,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -24,7 +24,7 @@ from sim.declared import allows_tuples, declarations
 from sim.deprecation import present_names
 from sim.errors import PolicyError, PolicyFailed, TiersimError, near
 from sim.limits import calling
-from sim.policies.base import Policy, label
+from sim.policies.base import Policy, check_decided, label
 from sim.policies.composition import Composition
 from sim.policies.composition.ownership import Part
 from sim.policies.writing import Term, terms
@@ -153,7 +153,8 @@ def load(name: str | Policy | type[Policy], **parameters: Any) -> Policy:
             raise PolicyError(f"policy {name!r}: {key}: give it to the part that has it, as in 'rotor({key}=…)'")
         return Composition(parts=tuple(Part(_loaded(part.name, part.parameters), part.selector) for part in parts))
     if isinstance(name, Policy):
-        return dataclasses.replace(name, **_known(type(name), label(name), parameters))
+        known = _known(type(name), label(name), parameters)
+        return _made(label(name), lambda: dataclasses.replace(name, **known))
     return _loaded(name, parameters)
 
 
@@ -171,9 +172,16 @@ def _loaded(name: str | type[Policy], parameters: Mapping[str, Any]) -> Policy:
     else:
         found, called = policy_class(name), name
     given = _known(found, called, parameters)
+    return _made(called, lambda: found(**given))
+
+
+def _made(called: str, make: Callable[[], Policy]) -> Policy:
+    """A policy as its class makes it, with all of its traits. Raises PolicyError, whatever its code raises."""
     try:
         with calling(called):
-            return found(**given)
+            policy = make()
+            check_decided(policy)
+            return policy
     except (TypeError, ValueError) as error:
         raise PolicyError(f"policy {called!r}: {error}") from None
     except TiersimError:

@@ -185,8 +185,15 @@ def label(policy: Policy) -> str:
     if (text := getattr(policy, "text", None)) is not None:
         return str(text)
     values = {field.name: getattr(policy, field.name) for field in fields(policy)}
-    changed = {field.name: values[field.name] for field in fields(policy) if values[field.name] != default_of(field)}
+    changed = {field.name: values[field.name] for field in fields(policy) if _differs(values[field.name], field)}
     return text_of(own_name(type(policy)), changed)
+
+
+def _differs(value: Any, field: Field[Any]) -> bool:
+    try:
+        return bool(value != default_of(field))
+    except Exception:  # an array is neither equal nor not
+        return True
 
 
 def own_name(policy: type[Policy]) -> str:
@@ -201,6 +208,19 @@ def default_of(field: Field[Any]) -> Any:
 
 def _refused(policy: type[Policy], name: str, value: Any, declared: Any) -> str:
     return f"policy {own_name(policy)!r}: {name} is {value!r}; expected {expected(declared)}{hint(declared, value)}"
+
+
+def check_decided(policy: Policy) -> None:
+    """Refuse traits that properties decide, where one raises or is none of its values. Raises PolicyError."""
+    for name, declared in TRAITS.items():
+        if isinstance(getattr(type(policy), name), (property, functools.cached_property)):
+            try:
+                value = getattr(policy, name)
+            except Exception as error:
+                text = f"policy {own_name(type(policy))!r}: {name}: {type(error).__name__}: {error}"
+                raise PolicyError(" ".join(text.split())) from error
+            if not allows(declared, value):
+                raise PolicyError(_refused(type(policy), name, value, declared))
 
 
 def _check_traits(policy: type[Policy]) -> None:

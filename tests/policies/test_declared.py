@@ -263,3 +263,29 @@ def test_policies_are_listed_without_what_checks_other_types():
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
+
+
+def fails(*_: object) -> None:
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize("trait", TRAITS)
+@pytest.mark.parametrize("decides", [fails, lambda policy: object()])
+def test_a_trait_that_a_property_decides_is_refused_by_name_before_anything_runs(trait, decides):
+    own = type("Own", (Policy,), {trait: property(decides)})
+    for made in (own, own()):
+        with pytest.raises(PolicyError, match=r"mine|Own.*expected") as refused:
+            load(made)
+        assert trait in str(refused.value)
+
+
+def test_an_array_is_a_parameter_as_any_other():
+    import numpy
+
+    from sim.policies import label
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(Policy):
+        sizes: Any = None
+
+    assert label(load(Own, sizes=numpy.arange(3))) == "Own(sizes=[0 1 2])"
