@@ -253,17 +253,15 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a segment with their ends; of one longer than `MOST_LINE`, which is damaged, the beginning.
+    """The lines of a segment with their ends, up to one longer than `MOST_LINE`: it is damaged, and so is the rest.
 
     Raises OSError, or TiersimError for what is not a regular file or too large.
     """
     with open_regular(path, MOST_SEGMENT) as file:
         while line := file.readline(MOST_LINE):
             if len(line) == MOST_LINE and not line.endswith(b"\n"):
-                while rest := file.readline(MOST_LINE):
-                    if rest.endswith(b"\n"):
-                        line += b"\n"
-                        break
+                yield b"\n"
+                return
             yield line
 
 
