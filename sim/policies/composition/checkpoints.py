@@ -32,6 +32,11 @@ def with_recomputation(trace: Trace, actions: Sequence[Action], released: Mask) 
     c, columns = trace.op_columns, trace.tensor_columns
     phase, producer, index = c.phase, trace.producer, TraceIndex(trace)
     found: set[tuple[int, int]] = set()
+    views = trace.view_of
+
+    def is_there(t: int) -> bool:
+        return bool(phase[producer[t]] == FORWARD if producer[t] >= 0 else columns.role[t] == WEIGHT)
+
     for action in actions:
         if not isinstance(action, Recompute):
             continue
@@ -40,10 +45,10 @@ def with_recomputation(trace: Trace, actions: Sequence[Action], released: Mask) 
         if at >= len(phase) or phase[at] != BACKWARD:
             continue
         held = set(trace.reads(at))
-        for t in trace.reads(action.op):  # type: ignore[arg-type]
-            there = phase[producer[t]] == FORWARD if producer[t] >= 0 else columns.role[t] == WEIGHT
-            if there and not released[t] and index.overwritten_at[t] > at and t not in held:
-                found.add((at, t))
+        reads = trace.reads(action.op)  # type: ignore[arg-type]
+        lasting = {t for t in reads if is_there(t) and not released[t] and index.overwritten_at[t] > at}
+        # a view is read with what it shares storage with
+        found.update((at, t) for t in lasting - held if views.get(t, t) in lasting | held)
     if not found:
         return trace
     ops, tensors = np.array(sorted(found), np.int64).T

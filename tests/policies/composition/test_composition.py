@@ -205,6 +205,21 @@ def test_a_checkpoint_that_recomputation_alone_reads_moves_too():
     assert borders <= moved
 
 
+def test_recomputation_that_reads_a_view_of_an_input_is_seen_by_the_owner_of_checkpoints():
+    """It ended in an error of the trace, as an op that reads a view reads what it shares storage with."""
+    b = TraceBuilder()
+    x, view, y, z = b.tensor("x", 16, "input"), b.tensor("view", 0), b.tensor("y", 16), b.tensor("z", 16)
+    g, end = b.tensor("g", 16, "temporary"), b.tensor("end", 16, "temporary")
+    b.op("shape", reads=[x], writes=[view], layer=0, duration=1, views=(0,))
+    b.op("f", reads=[view, x], writes=[y], layer=1, duration=10)
+    b.op("h", reads=[y], writes=[z], layer=1, duration=10)
+    b.op("loss", "loss", phase="backward", reads=[z], writes=[g], layer=1, duration=10)
+    b.op("back", phase="backward", reads=[g, y], writes=[end], layer=1, duration=10)
+    run = run_policy(load("full_recompute; checkpoints: swap_all"), b.build(outputs=[end], carry=()), hand_machine())
+    assert {law: said for law, check in CHECKS.items() if (said := breaks(check, run))} == {}
+    assert touched(run.log)[1]
+
+
 def test_two_mechanisms_fit_what_neither_fits_alone():
     trace = transformer("gpt2-xl", batch=1, sequence=1024, precision="mixed_bf16")
     for name in ("zero_offload", "full_recompute"):
