@@ -41,7 +41,7 @@ from sim.errors import PolicyError
 from sim.limits import SECONDS, TooLong, limited
 from sim.policies import parameters_of
 from sim.policies.base import Policy
-from sim.policies.composition import does_nothing
+from sim.policies.composition import Composition, does_nothing
 from sim.trace.io import save
 
 CHECKS: Mapping[str, Callable[[Replayed], None]] = {
@@ -380,7 +380,8 @@ def _unproven(policy: Policy, seen: Exercised, tried: Collection[str]) -> list[B
         where = f"in {len(seen.claimed)} runs that need a plan of its class, and have one"
         text = f"{where}, it claims no optimum"
         found.append(Broken("optimal", sentence(check_optimal), len(seen.claimed), text))
-    if seen.skipped > MOST_SKIPPED * seen.examples and seen.examples >= ENOUGH:
+    selects = isinstance(policy, Composition) and any(part.selector for part in policy.parts)  # what few traces have
+    if seen.skipped > MOST_SKIPPED * seen.examples and seen.examples >= ENOUGH and not selects:
         text = f"it can be used in {seen.examples - seen.skipped} of {seen.examples} examples; `needs` says for which"
         found.append(Broken("outcome", sentence(check_outcome), seen.skipped, f"{text}: {seen.why_skipped}"))
     return found

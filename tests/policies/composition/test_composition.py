@@ -663,6 +663,13 @@ def test_a_need_of_a_part_that_does_nothing_in_ample_memory_stays_an_error_of_us
     assert caught.value.part == "poet"
 
 
+def test_a_selector_may_name_what_most_random_traces_do_not_have(tmp_path):
+    text = "h0*: swap_all; rest: keep_all"
+    report = check_policy(load(text), examples=30, name=text, folder=tmp_path, across_processes=False)
+    assert report.skipped > 0.75 * report.examples
+    assert report.passed, report.as_text()
+
+
 def test_the_law_takes_a_need_of_such_a_part_for_no_refusal(tmp_path):
     text = "y*[02468]: poet(max_ops=3); rest: swap_all"
     report = check_policy(load(text), examples=16, name=text, folder=tmp_path, across_processes=False)
