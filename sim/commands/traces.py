@@ -48,7 +48,7 @@ def build(**options: Any) -> None:
 
 
 def show(path: Annotated[str, typer.Argument(help="trace file")], json: Json = False) -> None:
-    """Print what a trace file holds, or what is read of one of another tool."""
+    """Print what a trace file holds, of any format."""
     from sim.report.listings import trace_page
     from workloads import load_trace
 

@@ -107,7 +107,8 @@ def _refused(reference: str, where: str) -> Iterator[None]:
     except TiersimError:
         raise
     except (Exception, SystemExit) as error:
-        line = f" at {place}" if (place := line_of(error.__traceback__)) else ""
+        is_unread = isinstance(error, OSError) and os.path.basename(str(error.filename)) == os.path.basename(where)
+        line = f" at {place}" if not is_unread and (place := line_of(error.__traceback__)) else ""
         raise WorkloadError(
             f"{reference!r}: {where} cannot be imported{line}: {type(error).__name__}: {error}{way_out(error)}"
         ) from error
