@@ -254,7 +254,10 @@ def _read_blocks(file: IO[bytes], reader: _Reader, max_bytes: int) -> Iterator[b
         if total + len(block) > max_bytes or len(block) > MAX_LINE:
             _check_lengths(BytesIO(block), reader, max_bytes, total)
         total += len(block)
-        yield block
+        if block.isspace():  # gigabytes of it pack into a few megabytes
+            reader.content.line += block.count(b"\n")
+        else:
+            yield block
         block = file.read(min(BATCH, longest))
         if block and not block.endswith(b"\n"):
             block += file.readline(longest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -292,3 +293,16 @@ def test_what_is_no_file_is_refused_and_not_waited_for(kind, tmp_path):
         os.mkdir(path)
     with pytest.raises(TraceError, match={"folder": "is a folder", "no name": "null byte"}.get(kind, "not a regular")):
         load(path)
+
+
+def test_empty_lines_without_end_are_passed_over_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(f"{HEAD}\n".encode())
+        for _ in range(100):
+            file.write(b"\n" * 1_000_000)
+        file.write(b"nonsense\n")
+    began = time.process_time()
+    with pytest.raises(TraceError, match=r"t\.jsonl\.gz: line 100000002: not JSON"):
+        load(path)
+    assert time.process_time() - began < 5  # one by one they take a minute
