@@ -3,8 +3,8 @@
 The format has calls with start and duration on each thread, shapes and element types of their inputs (`record_shapes`),
 every allocation and release with address, bytes and the allocator's total (`profile_memory`), the calls of modules
 (`with_stack`), from which layers follow (see `workloads.importers.modules`), and GPU kernels with their launches. It
-lacks the tensors that an op reads (inputs have no identity), FLOPs, and everything allocated before the recording
-(parameters, optimizer state, the batch).
+lacks the tensors that an op reads (inputs have no identity), FLOPs, and everything allocated before the recording:
+parameters and optimizer state, unless the module is given (see `workloads.importers.weights`), and the batch.
 
 Import: the ops that run something, in order, with their measured time (that of their kernels, where there are kernels).
 An allocation is a tensor that lives from the op of its allocation to the op in or after which it was released (its

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from workloads.importers.calls import Call, nest
@@ -120,7 +120,7 @@ class _Tree:
         count = Counter(kinds.values())
         return [part for part in with_parts if count[kinds[part]] > 1]
 
-    def _outermost(self, choose: Any) -> list[str]:
+    def _outermost(self, choose: Callable[[list[str]], list[str]]) -> list[str]:
         """What is chosen among the parts of a module, for all modules that are no part of what has been chosen."""
         found: list[str] = []
         seen = set(self.roots)

@@ -40,7 +40,7 @@ class OpEnd:
             residency.end_overwriting(old)
             if work.why != "run" and residency.is_there(new, tier):
                 lifetimes.release_overwritten(old, tier, op)
-                residency.discard(new, tier)
+                residency.end_awaiting(new, tier)
             else:
                 lifetimes.take_over(old, new, tier, op)
                 residency.deliver(new, tier)

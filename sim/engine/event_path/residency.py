@@ -232,11 +232,11 @@ class Residency:
 
     def deliver(self, tensor: int, tier: int) -> None:
         """The op that produces a tensor has ended."""
-        self.discard(tensor, tier)
+        self.end_awaiting(tensor, tier)
         self.arrive(tensor, tier)
 
-    def discard(self, tensor: int, tier: int) -> None:
-        """It has ended, and its result is not needed: there is a copy."""
+    def end_awaiting(self, tensor: int, tier: int) -> None:
+        """It has ended, whether its result arrives or is not needed any more."""
         self.end_reproducing(tensor, tier)
         self.awaited.pop(tensor, None)
 
