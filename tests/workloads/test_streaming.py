@@ -296,3 +296,23 @@ def test_an_import_takes_less_memory_than_its_file_has_bytes(kind: str, tmp_path
     command = [sys.executable, "-c", MEMORY, str(tmp_path / "small"), str(tmp_path / "large")]
     taken = int(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
     assert taken < (tmp_path / "large").stat().st_size * (0.9 if kind == "execution trace" else 0.5)
+
+
+@pytest.mark.parametrize("name", ["rows", "others"])
+@pytest.mark.parametrize("sign", ["[]", "{}"])
+def test_many_short_entries_are_refused_before_all_are_read(
+    name: str, sign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "MANY_ROWS", 1000)
+
+    def text(entry: str, count: int = 5000) -> bytes:
+        entries = ",".join([entry if sign == "[]" or name == "rows" else f'"a":{entry}'] * count)
+        rows = f'"rows":{"[" + entries + "]" if name == "rows" else "[1]"}'
+        other = "" if name == "rows" else f'"{name}":{sign[0]}{entries}{sign[1]},'
+        return f"{{{other}{rows}}}".encode()
+
+    found = problem(text("{}" if sign == "{}" else "1"))
+    assert "1,000 entries of less than 32 bytes each" in found
+    assert int(found.split("column ")[1].split(":")[0]) < 9000  # where it gave up
+    assert rows_of(text('"' + 40 * "a" + '"'))[0]
+    assert rows_of(text("{}", 999))[0]

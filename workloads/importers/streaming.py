@@ -25,6 +25,10 @@ CHUNK = 1 << 18
 MAX_ROW = 1 << 26
 """The most characters of one row; a file with a longer one is refused."""
 
+MANY_ROWS, SHORT_ROW = 1 << 20, 32
+"""A file with so many rows, or entries of another member, is refused if they have fewer bytes on average: no format has
+such short ones, and a gigabyte of them would take minutes to read."""
+
 MAX_MEMBERS = 1000
 """The most members of the document; one with more is refused."""
 
@@ -85,7 +89,7 @@ class Document:
             need(self.about.get(name), list, name)
             self._waits = False
             self._streamed.add(name)
-        yield from self._entries()
+        yield from self._bounded(self._entries())
         self.find()
         if self.is_list:
             self._finish()
@@ -105,9 +109,16 @@ class Document:
         self._finish()
 
     def _pass_over(self, sign: str) -> None:
-        for _ in self._entries() if sign == "[" else self._names():
+        for _ in self._bounded(self._entries() if sign == "[" else self._names()):
             if sign == "{":
                 self._value()
+
+    def _bounded(self, entries: Iterator[Any]) -> Iterator[Any]:
+        """The same, as long as they are not many and short."""
+        for count, entry in enumerate(entries, 1):
+            if count % MANY_ROWS == 0 and self.bytes < SHORT_ROW * count:
+                raise TraceError(f"{self._place(self._at)}: {count:,} entries of less than {SHORT_ROW} bytes each")
+            yield entry
 
     def _entries(self) -> Iterator[Any]:
         """The values of the array at the current position."""
