@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from sim.arguments import explained
 from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import TiersimError
 from sim.experiment import Result, check_trace, to_platform
@@ -159,6 +160,7 @@ class Progress:
     left_s: float | None
 
 
+@explained
 def compare(
     trace: Trace,
     platform: Platform | str | os.PathLike[str],

@@ -17,6 +17,7 @@ from sim.analysis.figure import Reference
 from sim.analysis.lanes import energy_j, work_ns
 from sim.analysis.peak_memory import home_peak
 from sim.analysis.summary import summarize
+from sim.arguments import explained
 from sim.engine.prepare import Prepared, prepare
 from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import (
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from sim.least_time import LowerBound
+
+MOST_ITERATIONS = 1_000_000
+"""More than any policy takes to warm up; each is planned and replayed."""
 
 UNLIMITED = 1 << 60
 """Capacity in bytes of the home tier in reference runs with unlimited memory."""
@@ -375,6 +379,7 @@ def reference_for(
     return fastest
 
 
+@explained
 def simulate(
     trace: Trace | Sequence[Trace],
     platform: Platform | str | os.PathLike[str],
@@ -419,6 +424,8 @@ def simulate(
     count = iterations if iterations is not None else max(len(traces), chosen.warm_up + 1)
     if count < 1 or not traces:
         raise PolicyError(f"iterations must be at least 1, not {count}")
+    if count > MOST_ITERATIONS:
+        raise PolicyError(f"iterations must be at most {MOST_ITERATIONS:,}")
     history: tuple[Run, ...] = ()
     plan_s = 0.0
     for i in range(count):

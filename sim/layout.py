@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
+from sim.arguments import explained
 from sim.errors import LayoutError, UnitError, near
 from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
@@ -239,6 +240,7 @@ def with_devices(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**table, "dp": devices // each}
 
 
+@explained
 def lay_out(
     trace: Trace,
     platform: Platform | str | os.PathLike[str],

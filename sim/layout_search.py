@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from sim.arguments import explained
 from sim.errors import LayoutError, TiersimError, near
 from sim.experiment import simulate
 from sim.hardware.platform import Platform
@@ -104,6 +105,7 @@ class LayoutSearch:
         return front
 
 
+@explained
 def search_layouts(
     trace: Trace,
     profile: str | os.PathLike[str],

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from sim.analysis.lanes import MOVE, RECOMPUTE
+from sim.arguments import explained
 from sim.hardware.cost import op_times
 from sim.hardware.ideal import ideal_ns
 from sim.hardware.platform import Platform
@@ -153,6 +154,7 @@ class LowerBound:
         return found
 
 
+@explained
 def lower_bound(
     trace: Trace,
     platform: Platform | str | os.PathLike[str],

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
-from sim.errors import IllegalPlan, PolicyFailed
+from sim.errors import IllegalPlan, PolicyFailed, TiersimError
 
 T = TypeVar("T")
 SECONDS = 30.0
@@ -28,6 +28,9 @@ RUN_SECONDS = 600.0
 
 CELL_SECONDS = 3600.0
 """Processor time for one cell of a study that gives no limit."""
+
+MOST_S = 10**8
+"""The longest limit, three years, of which `BUSY` times as much is still a time that a timer takes."""
 
 ASLEEP, BUSY = 3, 20
 """How many times as long it may take on the clock: one that hardly uses a processor, and any on a busy machine."""
@@ -120,6 +123,12 @@ class TooLong(BaseException):
     """A policy that does not answer; no `Exception`, so that no policy takes it for one of its own."""
 
 
+def check_seconds(seconds: float | None) -> None:
+    """Raise TiersimError where a limit is not a time that timers take."""
+    if seconds is not None and not 0 <= seconds <= MOST_S:
+        raise TiersimError(f"time limit: expected 0 to {MOST_S:,} seconds, or None for no limit")
+
+
 @contextmanager
 def limited(
     seconds: float | None, *, actions: int | None = None, more: str = "--time-limit allows more"
@@ -133,6 +142,7 @@ def limited(
     actions: how many actions plans may have meanwhile; None for what the trace's size suggests.
     more: where the limit is set, as the end of the message; "" for nowhere.
     """
+    check_seconds(seconds)
     allowed = _most_actions.set(actions)
     try:
         if not seconds or threading.current_thread() is not threading.main_thread():
@@ -160,6 +170,7 @@ def usually_limited(
     seconds: float | None, *, actions: int | None = None, more: str = "--time-limit allows more"
 ) -> Iterator[None]:
     """Within the body, give each `calling` so much processor time. The arguments are those of `limited`."""
+    check_seconds(seconds)
     usual, allowed = _usual.set((seconds, more) if seconds else None), _most_actions.set(actions)
     try:
         yield

@@ -16,6 +16,7 @@ from typing import Any
 
 from sim.analysis.bounds import bounds
 from sim.analysis.peak_memory import home_peak, peak_bytes
+from sim.arguments import explained
 from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import Deadlock, Infeasible, TiersimError, WorkloadError
 from sim.experiment import check_trace, problem_for, reference_run, simulate, to_platform, unlimited
@@ -42,6 +43,7 @@ def fits(
     return True
 
 
+@explained
 def smallest_budget(
     trace: Trace,
     platform: Platform | str | os.PathLike[str],
@@ -206,6 +208,7 @@ def _unlimited_peak(trace: Trace, platform: Platform, policy: Policy, **options:
         return 0
 
 
+@explained
 def largest_batch(
     make_trace: Callable[[int], Trace],
     platform: Platform | str | os.PathLike[str],

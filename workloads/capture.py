@@ -37,6 +37,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
+from sim.arguments import explained
 from sim.errors import TiersimError, WorkloadError, near
 from sim.trace.chain import RECOMPUTED
 from sim.trace.graph import Trace
@@ -76,6 +77,7 @@ ARGUMENTS = (
 """The keys that the dict of a reference given to `capture_from_reference` may have."""
 
 
+@explained
 def capture(
     module: Any,
     inputs: Any = (),
@@ -332,6 +334,7 @@ def _facts(recording: Recording, kernels: str) -> dict[str, Any]:
     }
 
 
+@explained
 def capture_from_reference(reference: str, sizes: Mapping[str, Any] | None = None, **changes: Any) -> Trace:
     """Capture the step that a function describes.
 

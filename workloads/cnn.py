@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from sim.arguments import explained
 from sim.errors import WorkloadError, near
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
@@ -24,6 +25,7 @@ def cnn_names() -> tuple[str, ...]:
     return tuple(sorted(NETS))
 
 
+@explained
 def cnn(
     name: str,
     batch: int,

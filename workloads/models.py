@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from sim.arguments import explained
 from sim.errors import WorkloadError, near
 from workloads.other_models import LONGEST, NotBuiltIn, refuse_other_models, refuse_unknown, refuse_unused, shown
 
@@ -182,6 +183,7 @@ class HasDict(Protocol):
         """The keys of its `config.json`."""
 
 
+@explained
 def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
     """Read a model's configuration.
 

@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from sim.arguments import explained
 from sim.errors import WorkloadError, near
 from sim.rewrites.stack import can_recompute, fuse_streams, recomputed_inside, stream_groups
 from sim.trace.graph import Trace
@@ -37,6 +38,7 @@ def check_stack(stack: str) -> None:
         raise WorkloadError(f"stack {stack!r} is unknown{near(str(stack), STACKS)}")
 
 
+@explained
 def with_stack(trace: Trace, stack: str) -> Trace:
     """The trace of the same iteration as another stack runs it.
 

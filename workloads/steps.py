@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sim.arguments import explained
 from sim.cache import cache_folder
 from sim.errors import TiersimError, WorkloadError
 from sim.trace.graph import Trace
@@ -46,6 +47,7 @@ FORMAT = 1
 """Of the kept files; raised when a capture changes what it records."""
 
 
+@explained
 def training_step(model: Any, *, selected: Selected = None, **axes: Any) -> Trace:
     """One training iteration of a model.
 

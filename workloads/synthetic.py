@@ -11,12 +11,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sim.arguments import explained
 from sim.errors import WorkloadError
 from sim.trace import Trace, TraceBuilder
 
 # ---- chains ------------------------------------------------------------------------------------
 
 
+@explained
 def chain(
     forward_ns: Sequence[int],
     backward_ns: Sequence[int],
@@ -76,6 +78,7 @@ def chain(
     return b.build(outputs=(gradient,), carry=())
 
 
+@explained
 def uniform_chain(n: int, size: int = 1, duration: int = 1, backward_duration: int | None = None) -> Trace:
     """The unit chain U(n): ops f0 … f(n-1), then b(n-1) … b0, on which published recomputation optima are tabulated.
 
@@ -223,6 +226,7 @@ class _Tape:
         return carry
 
 
+@explained
 def w1(layers: int) -> Trace:
     """The benchmark workload W1: a GPT-like stack of L layers, with 22 L - 1 ops and 4 L + 1 constants.
 
@@ -276,6 +280,7 @@ def _ceil_ns(amount: int, rate: int) -> int:
     return max(1, -(-amount * 10**9 // rate))
 
 
+@explained
 def random_dag(
     ops: int,
     seed: int,
@@ -327,6 +332,7 @@ def random_dag(
     return b.build(outputs=[last for last, _ in carry], carry=carry)
 
 
+@explained
 def unet(levels: int, size: int = 1 << 20, duration: int = 1000, *, update: bool = False) -> Trace:
     """A U-shaped network: steps down, a bottom, and as many steps up, each joined with its skip connection.
 

@@ -8,6 +8,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+from sim.arguments import explained
 from sim.errors import TraceError, WorkloadError, near
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
@@ -38,6 +39,7 @@ CHOICES: Mapping[str, Collection[str]] = {
 """The valid values of arguments that are names: the registries themselves, so that additions there are valid here."""
 
 
+@explained
 def transformer(
     config: str | Path | Mapping[str, Any] | HasDict,
     *,

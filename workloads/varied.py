@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from sim.arguments import explained
 from sim.errors import WorkloadError
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import PERSISTENT, Trace
 from workloads.transformer import transformer
 
 
+@explained
 def varied_lengths(
     config: str | Path | Mapping[str, Any], *, batch: int, sequences: Sequence[int], **options: Any
 ) -> Trace:
@@ -28,6 +30,7 @@ def varied_lengths(
     return joined([transformer(config, batch=batch, sequence=length, **options) for length in sequences])
 
 
+@explained
 def joined(steps: Sequence[Trace]) -> Trace:
     """Join steps of one model into one trace: each step starts with what the previous one carries over.
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 
+from sim.arguments import explained
 from sim.errors import WorkloadError, near
 from sim.trace.graph import Trace
 from sim.trace.op import Op
@@ -34,6 +35,7 @@ PUBLISHED: Mapping[str, tuple[float, str]] = {
 """Fractions by name, each with where it is from."""
 
 
+@explained
 def with_zeros(trace: Trace, relu: Zeros) -> Trace:
     """The same trace with the fractions of zeros that are stated, or follow, in `Tensor.zeros`.
 

@@ -29,6 +29,7 @@ from sim.advice.question import GOALS, Question, question
 from sim.advice.reasons import Change, Flip, changes, flips
 from sim.advice.state import State, state_of
 from sim.advice.trials import BOUND, OnRow, Row, Trials, best, fits, micro_batches, speed, way
+from sim.arguments import explained
 from sim.errors import TiersimError
 from sim.trace.graph import Trace
 from sim.units import parse_bytes
@@ -45,6 +46,7 @@ Where an op alone holds more than the memory, the other part is kept: few polici
 job is the likely answer."""
 
 
+@explained
 def advise(
     workload: str | os.PathLike[str] | Trace,
     platform: str | os.PathLike[str],

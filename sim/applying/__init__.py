@@ -14,6 +14,7 @@ from sim.applying.parts import Module, dispatched, modules_of
 from sim.applying.settings import FRAMEWORKS
 from sim.applying.told import nearest_setting
 from sim.applying.torch_file import torch_text
+from sim.arguments import explained
 from sim.errors import PolicyError, near
 from sim.experiment import Result
 from sim.policies import label
@@ -64,6 +65,7 @@ class Exported:
         return write_text(Path(path), self.text)
 
 
+@explained
 def export(result: Result, to: str, *, layers: str | None = None) -> Exported:
     """A run's plan for a framework, with what it costs there.
 

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
+from sim.arguments import explained
 from sim.cache import cache_folder
 from sim.conformance.across_processes import Ended, elsewhere, outcome_hash
 from sim.conformance.causality import check_online
@@ -204,6 +205,7 @@ def sentence(check: Callable[[Replayed], None]) -> str:
 # ---- the run -----------------------------------------------------------------------------------
 
 
+@explained
 def check_policy(
     policy: Policy,
     *,

@@ -14,6 +14,7 @@ from sim.analysis.bounds import bounds
 from sim.analysis.peak_memory import peak_memory
 from sim.analysis.stalls import stalls
 from sim.analysis.waits import waits
+from sim.arguments import explained
 from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import TiersimError
 from sim.experiment import Result
@@ -32,6 +33,7 @@ JOB = ("model", "batch", "sequence", "precision", "attention", "optimizer", "los
 """What the description of a trace says of its job."""
 
 
+@explained
 def explain(
     result: Result,
     other: Result | None = None,

@@ -18,6 +18,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sim.arguments import explained
 from sim.errors import ProfileError, near, nearest
 from sim.hardware.platform import STANDINGS, Platform
 from sim.toml_text import parse_toml
@@ -46,6 +47,7 @@ def profile_file(name_or_path: str | os.PathLike[str]) -> Path | None:
     return Path(given) if is_file else None
 
 
+@explained
 def load_profile(name_or_path: str | os.PathLike[str], *, overrides: Mapping[str, str] | None = None) -> Platform:
     """The platform that a shipped profile or a TOML file describes.
 

@@ -20,6 +20,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from sim.arguments import explained
 from sim.declared import allows_tuples, declarations
 from sim.deprecation import present_names
 from sim.errors import PolicyError, PolicyFailed, TiersimError, near
@@ -137,6 +138,7 @@ def policy_class(name: str) -> type[Policy]:
     raise PolicyError(f"no policy is called {name!r}{near(name, names())}")
 
 
+@explained
 def load(name: str | Policy | type[Policy], **parameters: Any) -> Policy:
     """A policy with its parameters: as it is written, from its class, or one there is with some of them changed.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sim.arguments import explained
 from sim.errors import TiersimError
 from sim.foreign import Named, model_files, policy_files, profile_files, sums_of, trace_files
 from sim.policies import is_shipped
@@ -106,6 +107,7 @@ class Swept:
         return frame(self.rows, timing=timing)
 
 
+@explained
 def sweep(
     study: str | os.PathLike[str] | Mapping[str, Any] | Study,
     *,

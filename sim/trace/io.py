@@ -32,6 +32,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
+from sim.arguments import explained
 from sim.errors import TraceError, near
 from sim.regular_files import check_replaceable
 from sim.trace.graph import Trace
@@ -92,6 +93,7 @@ _OP = {
 # ---- writing -----------------------------------------------------------------------------------
 
 
+@explained
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace to a file; the file appears complete or not at all.
 
@@ -205,6 +207,7 @@ def _op_lines(trace: Trace, dump: Any) -> Iterator[bytes]:
 # ---- reading -----------------------------------------------------------------------------------
 
 
+@explained
 def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
     """Read a trace from a file, written by `save` or by hand.
 

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from sim.arguments import explained
 from sim.errors import TraceError, near
 from sim.trace.graph import Trace
 from sim.trace.io import check_regular, load
@@ -41,6 +42,7 @@ FIRST_ROWS, FIRST_BYTES = 100, 1 << 20
 """How many rows are inspected to recognise the format."""
 
 
+@explained
 def load_trace(
     path: str | os.PathLike[str],
     *,
