@@ -11,16 +11,17 @@ import pytest
 from tests.test_structure import loaded
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = {"sim.trace", "sim.hardware", "sim.units", "sim.errors"}
+WORDS = {"sim.trace", "sim.hardware", "sim.units", "sim.errors", "sim.arguments"}
 MAY_IMPORT = {
     "sim.errors": set(),
+    "sim.arguments": {"sim.errors"},
     "sim.foreign_text": set(),
     "sim.cache": set(),
     "sim.toml_text": set(),
     "sim.units": {"sim.errors"},
     "sim.deprecation": {"sim.errors"},
     "sim.declared": {"sim.errors", "sim.units"},
-    "sim.trace": {"sim.errors", "sim.foreign_text", "sim.regular_files", "sim.units"},
+    "sim.trace": {"sim.arguments", "sim.errors", "sim.foreign_text", "sim.regular_files", "sim.units"},
     "sim.hardware": WORDS | {"sim.toml_text"},
     "sim.log": {"sim.trace", "sim.hardware"},
     "sim.limits": {"sim.errors"},
