@@ -55,6 +55,8 @@ class Layout:
     zero: of the replicas' training state, what each keeps only its part of: 0 nothing, 1 the optimizer states, 2 the
         gradients too, 3 the weights too.
     reshard: at level 3, whether gathered weights are freed after forward and gathered again for backward.
+    reshard_to: at level 3, among how many replicas next to each other weights that forward has used stay divided, until
+        backward has gathered them from these: FSDP2's `reshard_after_forward` as a number. 0: all replicas.
     barrier: whether a step waits for all gradients. Without it two steps are simulated, the second of which begins when
         the gradients of the first layer are summed; sums have the priority of their layer (`sim.rewrites.next_step`).
     gradient_buffer: whether gradients of weights are accumulated in buffers that exist from the start, as Megatron-LM's
@@ -86,6 +88,7 @@ class Layout:
     cp: int = 1
     ep: int = 1
     reshard: bool = True
+    reshard_to: int = 0
     prefetch: int = 1
     bucket: int | str = 0
     barrier: bool = True
@@ -103,11 +106,13 @@ class Layout:
                 f"zero: needs one of {', '.join(map(str, LEVELS))}, has {self.zero!r}; nearest: {nearest}"
             )
         if not isinstance(self.reshard, bool):
-            raise LayoutError(f"reshard: needs true or false, has {self.reshard!r}")
+            more = "; for a number of replicas there is reshard_to" if isinstance(self.reshard, int) else ""
+            raise LayoutError(f"reshard: needs true or false, has {self.reshard!r}{more}")
         if not self.reshard and self.zero < 3:
             raise LayoutError(
                 f"reshard: only weights that zero 3 divides are gathered, zero is {self.zero}; nearest: 3"
             )
+        self._check_reshard_to()
         self._check_exchanges()
         if not isinstance(self.sequence_parallel, bool):
             raise LayoutError(f"sequence_parallel: needs true or false, has {self.sequence_parallel!r}")
@@ -138,6 +143,26 @@ class Layout:
             raise LayoutError("dp: pipedream updates after each microbatch of one pipeline; nearest: 1")
         if self.layers not in ((), *CHOSEN) and len(self.layers) != self.parts:
             raise LayoutError(f"layers: {len(self.layers)} numbers for {self.parts} parts of the model")
+
+    def _check_reshard_to(self) -> None:
+        """Raise LayoutError for groups of replicas that cannot keep weights together."""
+        if self.reshard_to == 0 and self.reshard_to is not False:
+            return
+        _positive("reshard_to", self.reshard_to)
+        for is_wrong, what, instead in (
+            (self.zero < 3, f"only weights that zero 3 divides are gathered, zero is {self.zero}", "zero 3"),
+            (not self.reshard, "weights are not freed after forward with reshard false", "reshard true"),
+            (self.ep > 1, f"not with experts that {self.ep} replicas divide", "ep 1"),
+        ):
+            if is_wrong:
+                raise LayoutError(f"reshard_to: {what}; nearest: {instead}")
+        proper = [n for n in range(2, self.dp) if self.dp % n == 0]
+        if self.reshard_to not in proper:
+            nearest = min(proper, key=lambda n: abs(n - self.reshard_to), default=0)
+            raise LayoutError(
+                f"reshard_to: {self.reshard_to} does not divide the {self.dp} replicas of dp into several groups of "
+                f"several; nearest: {nearest}"
+            )
 
     def _check_exchanges(self) -> None:
         """Raise LayoutError for a way to gather weights or to sum gradients that there is not; `bucket` in bytes."""
@@ -291,8 +316,8 @@ def lay_out(
     dealt = layout.zero > 1 and layout.dp > 1
     replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep, "buckets": layout.buckets}
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
-    axes = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
-    sharded = shard(divided, layout.dp, layout.zero, layout.reshard, layout.prefetch)
+    axes = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep, "group": layout.reshard_to or 1}
+    sharded = shard(divided, layout.dp, layout.zero, layout.reshard, layout.prefetch, layout.reshard_to or 1)
     sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)
     return sharded, placed(machine, layout.pp, layout.dp, **axes)

@@ -17,6 +17,7 @@ from sim.analysis.stalls import stalls
 from sim.analysis.traffic import traffic
 from sim.errors import ProfileError
 from sim.hardware.cost import peak_dtype
+from sim.hardware.platform import counts_again
 from sim.log import EventLog
 
 __all__ = ["Reference", "Summary", "samples_in", "summarize"]
@@ -163,7 +164,7 @@ def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> S
         stall_ns=time.by_cause,
         idle_ns=log.end * log.trace.devices - on_lanes,
         recompute_overhead=time.recompute_overhead,
-        moved_bytes={link.link: link.bytes for link in traffic(log)},
+        moved_bytes={link.link: link.bytes for link in traffic(log) if not counts_again(link.link)},
         overlap=hidden.fraction,
         overlap_by_link=dict(hidden.by_link),
         samples_per_s=_per_second(log, *SAMPLES),

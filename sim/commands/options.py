@@ -146,6 +146,14 @@ LAYOUT = (
         None,
     ),
     Option(
+        "reshard_to",
+        Annotated[
+            int | None,
+            typer.Option(help="with --zero 3: among how many replicas weights stay divided until backward"),
+        ],
+        None,
+    ),
+    Option(
         "prefetch",
         Annotated[
             int | None, typer.Option(help="with --zero 3: how many layers ahead weights are gathered; default: 1")

@@ -30,19 +30,25 @@ from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier, ra
 
 
 def placed(
-    platform: Platform, stages: int, ranks: int, tensor: int = 1, experts: int = 1, context: int = 1
+    platform: Platform,
+    stages: int,
+    ranks: int,
+    tensor: int = 1,
+    experts: int = 1,
+    context: int = 1,
+    group: int = 1,
 ) -> Platform:
     """The machine with a device per stage and, where each stands for several, a link for the network among its ranks.
 
     platform: one node. Its own devices are used as they are where they suffice.
     ranks: replicas. tensor, context: ranks among which the layers and the tokens of each are divided. experts: replicas
-        that divide experts.
+        that divide experts. group: replicas that keep gathered weights together.
 
     Raises LayoutError where the platform states no links inside the node, or no network, and needs them.
     """
     if ranks * tensor * context == 1 and stages <= platform.devices:
         return platform
-    return _Placement(platform, stages, ranks, tensor, experts, context).platform()
+    return _Placement(platform, stages, ranks, tensor, experts, context, group).platform()
 
 
 class _Placement:
@@ -54,8 +60,10 @@ class _Placement:
     inner: the link from device 0 to device 1, None for none. inner_rate: bytes/s of a ring inside a node.
     """
 
-    def __init__(self, node: Platform, stages: int, replicas: int, tensor: int, experts: int, context: int) -> None:
-        self.experts = experts
+    def __init__(
+        self, node: Platform, stages: int, replicas: int, tensor: int, experts: int, context: int, group: int
+    ) -> None:
+        self.experts, self.group = experts, group
         self.node, self.stages, self.ranks = node, stages, replicas * tensor * context
         self.replicas, self.tensor, self.context = replicas, tensor, context
         total = stages * self.ranks
@@ -195,6 +203,8 @@ class _Placement:
         if self.experts > 1:
             near, apart = min(beside, self.experts), max(beside // self.experts, 1)
             rings += [("expert", self.experts, near), ("expert_data", self.replicas // self.experts, apart)]
+        if self.group > 1:
+            rings += [("group", self.group, min(beside, self.group))]
         for axis, ranks, g in rings:
             if ranks == 1:
                 continue
@@ -203,7 +213,7 @@ class _Placement:
                 home = self._tier(self.node.home(0).name, s)
                 yield Link(rank_link(axis, s), home, home, rate, fixed)
                 fastest[s] = max(fastest.get(s, 0), rate if axis != "tensor" else 0)
-        if self.experts > 1:  # replicas sum gradients over the wires on which they exchange rows
+        if max(self.experts, self.group) > 1:  # over the wires on which they exchange rows or parts they sum, too
             for s, rate in fastest.items():
                 home = self._tier(self.node.home(0).name, s)
                 yield Link(shared_link(s), home, home, rate)

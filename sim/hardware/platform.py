@@ -21,6 +21,9 @@ STANDINGS = ("measured", "vendor", "paper", "estimate", "assumed")
 """How certain a figure is, best first."""
 
 
+SHARED = "replicas@"
+
+
 def rank_link(axis: str, device: int) -> str:
     """Name of the link that stands for the network among the symmetric ranks of a device, along one axis."""
     return f"{axis}@{device}"
@@ -28,7 +31,12 @@ def rank_link(axis: str, device: int) -> str:
 
 def shared_link(device: int) -> str:
     """Name of the link that all collectives among the replicas of a device occupy besides that of their axis."""
-    return f"replicas@{device}"
+    return f"{SHARED}{device}"
+
+
+def counts_again(link: str) -> bool:
+    """Whether a link carries only what other links carry, too: `shared_link`."""
+    return link.startswith(SHARED)
 
 
 @dataclass(frozen=True, slots=True)

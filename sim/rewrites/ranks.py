@@ -85,6 +85,7 @@ def _group(op: Op, rank: int, origin: Origin) -> str:
         "data": within,
         "expert": f"{group}.{within}",
         "expert_data": f"{member}.{within}",
+        "group": f"{replica // origin.group}.{within}",
     }
     return f"{op.group}@{joined[op.ring.axis]}"
 

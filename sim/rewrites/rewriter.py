@@ -95,16 +95,17 @@ class Rewriter:
         steps: bool = False,
         experts: int = 1,
         context: int = 1,
+        group: int = 1,
     ) -> Trace:
         """The new trace, with its origin.
 
         outputs, carry: as new ids.
         iterations: how many iterations of the old trace it contains.
         steps: whether these are steps on parts of its batch, see `Origin`.
-        ranks, dealt, tensor, experts, context: which of the symmetric ranks it is one of, see `Origin`.
+        ranks, dealt, tensor, experts, context, group: which of the symmetric ranks it is one of, see `Origin`.
         """
         base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
-        of_ranks = ranks, dealt, tensor, steps, experts, context
+        of_ranks = ranks, dealt, tensor, steps, experts, context, group
         origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, *of_ranks)
         new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=origin.over(self.trace))
         return new if not has_points(self.trace) else carry_releases(self.trace, new, origin)

@@ -264,7 +264,7 @@ class _Check:
         origin = self.origin
         ranks = {"data": origin.ranks, "tensor": origin.tensor, "context": origin.context}
         if ring := self.trace.op_columns.ring.get(op):
-            ranks |= {"expert": origin.experts, "expert_data": origin.ranks // origin.experts}
+            ranks |= {"expert": origin.experts, "expert_data": origin.ranks // origin.experts, "group": origin.group}
         if ring is not None and ring.ranks != ranks[ring.axis]:
             name = self.trace.op_columns.name[op]
             have = f"{ranks[ring.axis]} {'ranks' if ring.axis in ('tensor', 'context') else 'replicas'}"

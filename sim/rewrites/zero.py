@@ -13,15 +13,16 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 Departs: with several microbatches, the levels 2 and 3 reduce and gather once per microbatch, as DeepSpeed and FSDP do
 with their default settings. A part is rounded down to whole bytes. Level 3 gathers the weights of a layer together, by
 default one layer ahead (as FSDP2 does: the next one in forward, the one before in backward); gathered weights are freed
-after their last reader. Where backward reads the cast of a weight that autograd saved (autocast), the weight itself is
-gathered none the less, since the hooks of DeepSpeed and FSDP gather a module's weights before its backward whoever
-reads them; it is freed after the layer's last op. The casts stay, since autograd holds them; FSDP's own mixed
-precision, to which `mixed_bf16` is nearest here, avoids that.
+after their last reader, and one that is not gathered again leaves no part in a group. Where backward reads the cast of
+a weight that autograd saved (autocast), the weight itself is gathered none the less, since the hooks of DeepSpeed and
+FSDP gather a module's weights before its backward whoever reads them; it is freed after the layer's last op. The casts
+stay, since autograd holds them; FSDP's own mixed precision, to which `mixed_bf16` is nearest here, avoids that.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from sim.rewrites.batching import sent
 from sim.rewrites.holding import points, with_releases
@@ -37,7 +38,7 @@ BACKWARD, UPDATE = PHASE_CODE["backward"], PHASE_CODE["update"]
 WEIGHT, STATE = ROLE_CODE["weight"], ROLE_CODE["optimizer_state"]
 
 
-def shard(trace: Trace, ranks: int, level: int, reshard: bool = True, prefetch: int = 1) -> Trace:
+def shard(trace: Trace, ranks: int, level: int, reshard: bool = True, prefetch: int = 1, group: int = 1) -> Trace:
     """Keep and update 1 / ranks of the training state on each replica.
 
     trace: one of so many replicas, with the collectives that sum their gradients (`split_batch_ops`).
@@ -46,8 +47,11 @@ def shard(trace: Trace, ranks: int, level: int, reshard: bool = True, prefetch: 
     reshard: whether level 3 frees gathered weights after forward, and gathers them again for backward. Else they stay
         until a backward of their layer, as with FSDP2's `reshard_after_forward=False`, and are sent once less.
     prefetch: how many layers ahead level 3 gathers weights: of as many and one more each replica holds all of them.
+    group: of weights that level 3 frees after forward and needs again, each of so many replicas next to each other
+        keeps a part, from which they are gathered until a backward of their layer has done so, as with a number for
+        FSDP2's `reshard_after_forward`; 1: each has its own part of the state alone.
     """
-    return trace if level == 0 or ranks == 1 else _Sharding(trace, ranks, level, reshard, prefetch).build()
+    return trace if level == 0 or ranks == 1 else _Sharding(trace, ranks, level, reshard, prefetch, group).build()
 
 
 @dataclass
@@ -57,6 +61,8 @@ class _Gather:
     whole: the gathered ones by id.
     unread: those of which it only reads casts.
     kept: weights that an earlier run has gathered, and which.
+    near: weights of which an earlier run has left parts in a group, and which.
+    parts: of the weights of which it leaves parts itself, these by id; -1 until they are there.
     """
 
     first: int
@@ -65,6 +71,8 @@ class _Gather:
     unread: list[int]
     whole: dict[int, int] = field(default_factory=dict)
     kept: dict[int, _Gather] = field(default_factory=dict)
+    near: dict[int, _Gather] = field(default_factory=dict)
+    parts: dict[int, int] = field(default_factory=dict)
 
 
 def _among_replicas(op: Op) -> bool:
@@ -82,9 +90,9 @@ class _Sharding:
     held: gathered weights that nothing reads, and the op of the layer at whose end they are released.
     """
 
-    def __init__(self, trace: Trace, ranks: int, level: int, reshard: bool = True, prefetch: int = 1) -> None:
+    def __init__(self, trace: Trace, ranks: int, level: int, reshard: bool, prefetch: int, group: int) -> None:
         self.trace, self.ranks, self.level, self.reshard = trace, ranks, level, reshard
-        self.prefetch = prefetch
+        self.prefetch, self.group = prefetch, group
         self.new = Rewriter(trace, {"zero": level} if reshard else {"zero": level, "reshard": False})
         self.ops, self.tensors = list(trace.ops), list(trace.tensors)
         origin = trace.origin.ops if trace.origin else ()
@@ -145,9 +153,12 @@ class _Sharding:
             self._add(op, of)
             if of and of.last == op.id:
                 self.held += [(of.whole[t], self.new.op_count - 1) for t in of.unread]
+                if of.parts:
+                    self._leave_parts(of, op)
         ids = {**dict(enumerate(self.ids)), **self.whole}
         carry = [(ids[a], ids[b]) for a, b in self.trace.carry]
-        new = self.new.build(outputs=[ids[t] for t in self.trace.outputs], carry=carry)
+        outputs = [ids[t] for t in self.trace.outputs]
+        new = self.new.build(outputs=outputs, carry=carry, group=self.group if self.level == 3 else 1)
         return with_releases(new, [*points(new), *self.held]) if self.held else new
 
     def _add(self, op: Op, gather: _Gather | None) -> None:
@@ -196,11 +207,16 @@ class _Sharding:
             some = [i for i, t in enumerate(of) if self._axis(t, self.of_experts) == axis]
             if not some:
                 continue
-            ring, size = Ring(axis, ranks, 1), sum(self.tensors[of[i]].bytes for i in some)
-            fields = {"phase": at.phase, "layer": at.layer, "device": at.device, "dtype": self.tensors[of[0]].dtype}
             own = name if axis == "data" else f"{name}.experts"
-            fields |= {"bytes": sent(size, ring), "ring": ring, "group": own}
-            self.new.glue(own, "collective", [reads[i] for i in some], [writes[i] for i in some], **fields)
+            which = [reads[i] for i in some], [writes[i] for i in some], [of[i] for i in some]
+            self._join(own, *which, at, Ring(axis, ranks, 1))
+
+    def _join(self, name: str, reads: list[int], writes: list[int], of: list[int], at: Op, ring: Ring) -> None:
+        """Gather tensors over a ring whose ranks have parts of them."""
+        size = sum(self.tensors[t].bytes for t in of)
+        fields = {"phase": at.phase, "layer": at.layer, "device": at.device, "dtype": self.tensors[of[0]].dtype}
+        fields |= {"bytes": sent(size, ring), "ring": ring, "group": name}
+        self.new.glue(name, "collective", reads, writes, **fields)
 
     # ---- level 3 -----------------------------------------------------------------------------
 
@@ -222,18 +238,25 @@ class _Sharding:
             if read or unread:
                 device, weights = self.ops[run[0]].device, [*read, *unread]
                 there = held.setdefault(device, {})
-                gather = _Gather(run[0], run[-1], [t for t in weights if t not in there], unread)
-                gather.kept.update({t: there[t] for t in weights if t in there})
+                missing, earlier = [t for t in weights if t not in there], {t: there[t] for t in weights if t in there}
+                if self.group > 1:
+                    gather = _Gather(run[0], run[-1], weights, unread, near=earlier)
+                    for t, of in earlier.items():
+                        of.parts[t] = -1
+                else:
+                    gather = _Gather(run[0], run[-1], missing, unread, kept=earlier)
                 of_op.update(dict.fromkeys(run, gather))
                 if gather.weights:
                     before.setdefault(device, []).append(gather)
-                if not self.reshard:
-                    there |= dict.fromkeys(gather.weights, gather)
+                if self.group > 1 or not self.reshard:
+                    there |= dict.fromkeys(missing, gather)
                     for t in weights if phase[run[0]] == BACKWARD else ():
                         del there[t]
         for gathers in before.values():
+            place = {id(gather): k for k, gather in enumerate(gathers)}
             for k, gather in enumerate(gathers):
-                starts.setdefault(gathers[max(k - self.prefetch, 0)].first, []).append(gather)
+                after = max((place[id(earlier)] + 1 for earlier in gather.near.values()), default=0)
+                starts.setdefault(gathers[max(k - self.prefetch, after)].first, []).append(gather)
         return of_op, starts
 
     def _casts(self, op: Op) -> bool:
@@ -248,5 +271,21 @@ class _Sharding:
             name = f"{tensor.name}.for.{first.name}"
             gather.whole[t] = self.new.tensor(tensor, Same(t), name=name, role="temporary", replaces=None)
         name = f"{first.name}.all_gather"
-        parts = [self.ids[t] for t in gather.weights]
-        self._all_gather(name, parts, list(gather.whole.values()), gather.weights, at)
+        far = [t for t in gather.weights if t not in gather.near]
+        self._all_gather(name, [self.ids[t] for t in far], [gather.whole[t] for t in far], far, at)
+        if gather.near:
+            near = [earlier.parts[t] for t, earlier in gather.near.items()]
+            whole = [gather.whole[t] for t in gather.near]
+            self._join(f"{name}.near", near, whole, list(gather.near), at, Ring("group", self.group, 1))
+
+    def _leave_parts(self, gather: _Gather, at: Op) -> None:
+        """Copy the parts of gathered weights that this replica keeps until they are gathered from its group."""
+        for t in gather.parts:
+            part, size = Part(Same(t), 0, 1, self.group), slice_of(self.tensors[t].bytes, 0, 1, self.group)
+            name = f"{self.tensors[t].name}.part.after.{at.name}"
+            fields: dict[str, Any] = {"name": name, "bytes": size, "role": "temporary", "replaces": None}
+            gather.parts[t] = self.new.tensor(self.tensors[t], part, shape=None, **fields)
+        reads, writes = [gather.whole[t] for t in gather.parts], list(gather.parts.values())
+        fields = {"phase": at.phase, "layer": at.layer, "device": at.device, "dtype": at.dtype}
+        fields["bytes"] = 2 * sum(map(self.new.builder.bytes_of, writes))
+        self.new.glue(f"{at.name}.reshard", "copy", reads, writes, **fields)

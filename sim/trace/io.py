@@ -68,7 +68,7 @@ _HEADER = {
 }
 _ORIGIN = {
     "base": _TEXT,
-    **dict.fromkeys(("iterations", "ranks", "tensor", "experts", "context"), (int, 1, 2**31 - 1)),
+    **dict.fromkeys(("iterations", "ranks", "tensor", "experts", "context", "group"), (int, 1, 2**31 - 1)),
     **dict.fromkeys(("dealt", "steps"), (bool, 0, 1)),
 }
 _TENSOR = {
@@ -147,6 +147,8 @@ def _lines(trace: Trace) -> Iterator[bytes]:
             head["origin"]["experts"] = origin.experts
         if origin.context > 1:
             head["origin"]["context"] = origin.context
+        if origin.group > 1:
+            head["origin"]["group"] = origin.group
         if origin.steps:
             head["origin"]["steps"] = True
     yield dump(head).encode() + b"\n"
@@ -527,8 +529,10 @@ class _Reader:
         steps, experts = origin.get("steps", False), origin.get("experts", 1)
         if ranks % experts:
             raise TraceError(f"origin: {ranks} ranks are no multiple of {experts} that divide the experts")
-        context = origin.get("context", 1)
-        return Origin(origin["base"], *exprs, iterations, ranks, dealt, tensor, steps, experts, context)
+        context, group = origin.get("context", 1), origin.get("group", 1)
+        if ranks % group:
+            raise TraceError(f"origin: {ranks} ranks are no multiple of {group} that keep weights together")
+        return Origin(origin["base"], *exprs, iterations, ranks, dealt, tensor, steps, experts, context, group)
 
 
 # ---- single values -----------------------------------------------------------------------------

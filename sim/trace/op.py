@@ -32,9 +32,10 @@ COMMUNICATION = ("collective", "send", "recv")
 PHASES = ("forward", "backward", "update")
 """The phases of an iteration, in order."""
 
-AXES = ("data", "tensor", "context", "expert", "expert_data")
+AXES = ("data", "tensor", "context", "expert", "expert_data", "group")
 """Directions in which symmetric ranks may lie: replicas of the model, parts of its layers, parts of a sample's tokens;
-of the replicas, those that divide the experts among them, and those that have the same experts."""
+of the replicas, those that divide the experts among them, those that have the same experts, and those next to each
+other that keep gathered weights together."""
 
 SPLITS = ("batch", "batch_sum", "rows", "columns", "heads")
 """Ways in which an op may be split into equal parts.

@@ -225,6 +225,8 @@ class Origin:
     experts: of the replicas, how many next to each other divide the experts of one model. Replica r has share r modulo
         that number along `experts`; what each has of the batch is such a share (the outer `Microbatch`) of what they
         have together (the inner one), of which replica r has that of group r // experts.
+    group: of the replicas, how many next to each other keep gathered weights together: of a part of as many, replica r
+        has that of r modulo that number.
     steps: the iterations are consecutive steps on equal parts of the batch of one: of what has rows, iteration k has
         those of part k.
     """
@@ -239,6 +241,7 @@ class Origin:
     steps: bool = False
     experts: int = 1
     context: int = 1
+    group: int = 1
 
     @property
     def symmetric(self) -> int:
@@ -260,6 +263,8 @@ class Origin:
 
     def of_rank(self, expr: Expr, rank: int, axis: str = "data") -> Expr:
         """What rank `rank` along an axis (`sim.trace.op.AXES`) has where this one, which is rank 0, has `expr`."""
+        if axis == "group":
+            return self.of_rank(expr, rank)
         if axis in ("expert", "expert_data"):
             return self.of_rank(expr, rank * self.experts if axis == "expert_data" else rank)
         if axis == "data" and self.experts > 1:
@@ -275,6 +280,8 @@ class Origin:
             return replace(expr, of=inner)
         if not isinstance(expr, Part | Microbatch | Along):
             return expr
+        if axis == "data" and isinstance(expr, Part) and 1 < expr.count == self.group < self.ranks:
+            rank %= self.group
         width = self._width(expr, axis)
         if not width or expr.stop - expr.first > width:
             return expr  # all ranks have it
@@ -313,7 +320,9 @@ class Origin:
             symmetric = isinstance(expr, Along) and self.is_symmetric(expr)
             return int(symmetric and of_context == (axis == "context"))
         if isinstance(expr, Part):
-            return int(expr.count == self.ranks)  # of others, every replica has the other parts, too
+            return int(
+                expr.count == self.ranks or 1 < expr.count == self.group
+            )  # of others, every replica has the other parts, too
         if not isinstance(expr, Microbatch) or expr.count % self.ranks:
             return 0
         return 1 if self.dealt else expr.count // self.ranks
@@ -346,6 +355,7 @@ class Origin:
             self.steps or middle.steps,
             max(self.experts, middle.experts),
             max(self.context, middle.context),
+            max(self.group, middle.group),
         )
 
 

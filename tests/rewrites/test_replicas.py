@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -12,9 +15,11 @@ from hypothesis import strategies as st
 from sim.analysis.peak_memory import peak_bytes
 from sim.engine.event_path.groups import COLLECTIVE_CHUNK
 from sim.engine.replay import replay
-from sim.errors import TraceError
-from sim.hardware.platform import Engine, Link, Platform, Tier, rank_link
-from sim.layout import lay_out
+from sim.errors import LayoutError, TraceError
+from sim.experiment import simulate
+from sim.hardware.platform import Engine, Link, Platform, Tier, rank_link, shared_link
+from sim.hardware.profile import load_profile
+from sim.layout import Layout, lay_out
 from sim.plan import Plan
 from sim.rewrites.batching import split_batch_ops
 from sim.rewrites.pipeline import pipeline
@@ -23,6 +28,8 @@ from sim.rewrites.schedules import parts_per_device, refusal
 from sim.rewrites.values import departures
 from sim.rewrites.zero import LEVELS, shard
 from sim.trace import Trace, TraceBuilder
+from sim.trace.io import load as load_trace
+from sim.trace.io import save as save_trace
 from sim.trace.op import Ring
 from tests.rewrites.test_schedules import FAMILIES
 from tests.strategies import traces
@@ -37,6 +44,8 @@ LAYOUTS = [
     {"dp": 2, "micro_batches": 2, "zero": 3},
     {"dp": 2, "micro_batches": 2, "zero": 3, "reshard": False},
     {"dp": 2, "pp": 2, "micro_batches": 4, "zero": 3, "reshard": False},
+    {"dp": 4, "zero": 3, "reshard_to": 2},
+    {"dp": 4, "pp": 2, "micro_batches": 2, "zero": 3, "reshard_to": 2, "prefetch": 2},
     {"dp": 2, "pp": 2, "micro_batches": 2, "zero": 1},
     {"dp": 2, "pp": 2, "micro_batches": 2, "zero": 3, "schedule": "zb_h1"},
     {"dp": 2, "pp": 1, "micro_batches": 4, "zero": 1, "schedule": "dualpipe_v"},
@@ -54,7 +63,7 @@ def line(devices: int, ranks: int = 1) -> Platform:
     which = range(devices)
     links = [Link(f"l{i}.{j}", f"hbm@{i}", f"hbm@{j}", GB) for i in which for j in which if i != j]
     if ranks > 1:
-        links += [Link(rank_link("data", i), f"hbm@{i}", f"hbm@{i}", GB) for i in which]
+        links += [Link(rank_link(axis, i), f"hbm@{i}", f"hbm@{i}", GB) for axis in ("data", "group") for i in which]
     return Platform(
         "line",
         tuple(Tier(f"hbm@{i}", 1 << 40, 1 << 40, 10**12, device=i) for i in which),
@@ -71,14 +80,19 @@ def peaks(trace: Trace, platform: Platform) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_one_rank_stands_for_all(layout: dict) -> None:
+def test_one_rank_stands_for_all(layout: dict, tmp_path: Path) -> None:
     """Same time, same peaks, and the same values: the law checks all ranks without knowing that they are symmetric."""
     trace, _ = lay_out(step(), "a100_80_sxm", layout)
     assert {each.what for each in departures(trace, step())} <= {"repeated"}  # what is not divided, per microbatch
+    save_trace(trace, tmp_path / "t")
+    assert load_trace(tmp_path / "t").content_hash == trace.content_hash
     every = all_ranks(trace)
     assert {each.what for each in departures(every, step())} <= {"repeated"}
     stages, ranks = trace.devices, layout["dp"]
-    one, all_of_them = peaks(trace, line(stages, ranks)), peaks(every, line(stages * ranks))
+    own, among = line(stages, ranks), line(stages * ranks)
+    if layout.get("reshard_to"):  # which of two rings goes first on a wire would be arbitrary
+        among, own = (replace(p, links=tuple(replace(ln, rate=10**15) for ln in p.links)) for p in (among, own))
+    one, all_of_them = peaks(trace, own), peaks(every, among)
     assert one[0] == all_of_them[0]
     assert [peak for peak in one[1] for _ in range(ranks)] == all_of_them[1]
 
@@ -91,9 +105,10 @@ def test_one_rank_stands_for_all(layout: dict) -> None:
     st.sampled_from((1, 2, 4)),
     st.sampled_from(LEVELS),
     st.sampled_from(("1f1b", "gpipe", "naive", "zb_h1", "zb_v", "dualpipe_v")),
+    st.booleans(),
 )
 def test_random_traces_on_random_devices_compute_the_same(
-    base: Trace, stages: int, n: int, ranks: int, level: int, schedule: str
+    base: Trace, stages: int, n: int, ranks: int, level: int, schedule: str, near: bool
 ) -> None:
     layers = 1 + max(op.layer for op in base.ops)
     chunks = parts_per_device(schedule)
@@ -105,7 +120,7 @@ def test_random_traces_on_random_devices_compute_the_same(
     except TraceError as error:  # rows of all replicas in one place
         assume(not any(text in str(error) for text in ("with the rows of all", "do not divide the batch")))
         raise
-    trace = shard(divided, ranks, level)
+    trace = shard(divided, ranks, level, group=2 if near and ranks == 4 else 1)
     for whole in (trace, all_ranks(trace)):
         found = [each.text for each in departures(whole, base) if each.what != "repeated"]
         # a rank's bytes are rounded as those of the first
@@ -172,6 +187,74 @@ def test_weights_that_stay_after_forward_are_sent_twice_and_not_three_times() ->
     assert 0 <= sent[False] - weights * 3 // 4 <= 10  # each collective rounds up
     assert sent[True] > 1.9 * sent[False]  # backward reads no biases
     assert held[False] > held[True]
+
+
+def test_weights_that_stay_divided_among_fewer_replicas_come_from_these_for_backward() -> None:
+    """(d - 1) / d of them for forward, (n - 1) / n for backward, on the link among n; 1 / n stays in between."""
+    base, far, near, held = step(), {}, {}, {}
+    for n in (0, 2, 4):
+        trace, _ = lay_out(base, "a100_80_sxm", {"dp": 8, "zero": 3, "reshard_to": n})
+        gathers = [op for op in trace.ops if op.ring is not None and ".all_gather" in op.name]
+        for sent, axis in ((far, "data"), (near, "group")):
+            sent[n] = sum(op.bytes or 0 for op in gathers if op.ring is not None and op.ring.axis == axis)
+        held[n] = peaks(trace, line(1, 8))[1][0]
+        for op in trace.ops:
+            if op.name.endswith(".reshard"):
+                kept, whole = (sum(trace.tensors[t].bytes for t in ids) for ids in (op.writes, op.reads))
+                assert kept * n == whole
+    again = far[0] - far[2]  # for backward, of seven eighths of the weights
+    assert near[0] == 0
+    assert far[2] == far[4]
+    for n in (2, 4):
+        assert abs(near[n] - again * 8 // 7 * (n - 1) // n) <= 20  # each collective rounds up
+    assert held[0] < held[4] < held[2]
+
+
+def test_a_group_that_lacks_a_member_is_no_whole_weight() -> None:
+    trace, _ = lay_out(step(), "a100_80_sxm", {"dp": 4, "zero": 3, "reshard_to": 2})
+    rings = {op: ring for op, ring in trace.op_columns.ring.items() if ring.axis == "group"}
+    assert rings
+    assert trace.origin is not None
+    alone = Trace(trace.tensor_columns, trace.op_columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta,
+                  origin=replace(trace.origin, group=1))  # fmt: skip
+    found = {each.text for each in departures(alone, step()) if each.what == "wrong"}
+    assert any("joins 2 group ranks of 1 replicas" in text for text in found)
+
+
+def test_a_group_gathers_inside_its_node() -> None:
+    """Of 16 replicas on two nodes of eight, four gather over the links inside; both rings share the replicas' wires."""
+    layout = {"dp": 16, "zero": 3, "reshard_to": 4}
+    _, machine = lay_out(transformer(CONFIG, batch=16, sequence=16), "a100_80_sxm", layout)
+    link = {each.name: each for each in machine.links}
+    inside = link[rank_link("group", 0)]
+    assert inside.fixed == 3 * load_profile("a100_80_sxm", overrides={"devices": "2"}).links[-1].fixed
+    assert inside.rate > link[rank_link("data", 0)].rate
+    assert link[shared_link(0)].rate == inside.rate
+    near, far = (
+        simulate(*lay_out(transformer(CONFIG, batch=16, sequence=16), "a100_80_sxm", each))
+        for each in (layout, {**layout, "reshard_to": 0})
+    )
+    assert near.log.end < far.log.end
+    sent = sum(op.bytes or 0 for op in near.plan.trace.ops if op.ring is not None)
+    assert sum(near.summary()["moved_bytes"].values()) == sent  # on the shared wires no second time
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"dp": 4, "zero": 2, "reshard_to": 2}, "reshard_to: only weights that zero 3 divides are gathered, zero is 2"),
+        ({"dp": 4, "zero": 3, "reshard_to": 4}, "nearest: 2"),
+        ({"dp": 4, "zero": 3, "reshard_to": 1}, "nearest: 2"),
+        ({"dp": 6, "zero": 3, "reshard_to": 4}, "nearest: 3"),
+        ({"dp": 4, "zero": 3, "reshard_to": -2}, "reshard_to: needs a whole number of at least 1, has -2"),
+        ({"dp": 4, "zero": 3, "reshard_to": 2, "reshard": False}, "nearest: reshard true"),
+        ({"dp": 4, "zero": 3, "ep": 2, "reshard_to": 2}, "nearest: ep 1"),
+        ({"dp": 4, "zero": 3, "reshard": 2}, "reshard: needs true or false, has 2; for a number of replicas there is"),
+    ],
+)
+def test_a_group_that_cannot_keep_weights_is_refused(layout: dict[str, Any], said: str) -> None:
+    with pytest.raises(LayoutError, match=re.escape(said)):
+        Layout(**layout)
 
 
 def test_weights_that_stay_are_gathered_again_after_a_backward_has_freed_them() -> None:
