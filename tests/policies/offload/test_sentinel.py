@@ -174,6 +174,22 @@ def test_what_gives_space_leaves_at_the_end_of_the_interval_that_used_it_last() 
     assert moves == [(0, "slow", 2), (0, "fast", 5)]
 
 
+def test_what_the_next_iteration_begins_with_returns_an_interval_before_the_end(run) -> None:
+    b = TraceBuilder()
+    x, w, g = b.tensor("x", 1, "input"), b.tensor("w", 40, "weight"), b.tensor("g", 10, "gradient")
+    large = b.tensor("large", 50)
+    b.op("f0", reads=[x, w], writes=[g], duration=100, layer=0)
+    b.op("f1", reads=[x], writes=[b.tensor("y", 1)], duration=100, layer=1)
+    b.op("f2", reads=[x], writes=[large], duration=100, layer=2)
+    b.op("f3", reads=[large], writes=[b.tensor("z", 1)], duration=100, layer=3)
+    b.op("f4", reads=[x], writes=[b.tensor("end", 1)], duration=100, layer=4)
+    trace = b.build(outputs=[w, g])
+    done = run(trace, "sentinel", 70, interval=1)
+    # it leaves for `large`, 50 bytes from f2 to f3, and has the time of f4
+    assert done.moves == [("d2h", "w", 100, 140), ("h2d", "w", 400, 440)]
+    assert done.time == run(trace, "keep_all").time == 500
+
+
 def test_the_hottest_is_prefetched_and_nothing_that_is_needed_as_soon_leaves_for_it() -> None:
     """Tensors 2 and 3 begin in the slow tier; in layer 1 there is space for one of them beside 1 and 4."""
     cold, hot = unit(2, 40, [2]), unit(3, 40, [2], accesses=9)

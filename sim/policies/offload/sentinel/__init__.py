@@ -44,11 +44,12 @@ class Sentinel(Policy):
         ResNet-50 takes 3.0 % more. At the rates of one thread beside the compute, which the profile states, 148.
     Departs: lifetimes and accesses are those of the trace, and a step of trial is a replay, not an iteration of the
         run. Rounding to pages is counted (`page_bytes`), and not copied; each tensor of a page is a copy of its own.
-        What is carried and away at the end returns then, and not ahead. Lengths are powers of two. What begins in the
-        slow tier, as it does not fit, is what is needed last. Under pressure that the intervals do not foresee, what is
-        needed last is moved out, where the GPU's variant has page faults. What other engines or devices use stays.
-        Slower than `swap_all` where optimizer states are what is needed last, and so leave: they return in the update,
-        an interval ahead, which takes less time than their copies.
+        What the next iteration begins with is used at the end, as it were, and returns in the last interval. Lengths
+        are powers of two. What begins in the slow tier, as it does not fit, is what is needed last. Under pressure that
+        the intervals do not foresee, what is needed last is moved out, where the GPU's variant has page faults. What
+        other engines or devices use stays. Slower than `swap_all` where weights or optimizer states are what is needed
+        last, and so leave: they return an interval ahead of the update or the end, which takes less time than their
+        copies.
 
     interval: layers per interval; None: found by trial.
     late: `wait`, `go_on`, or `trial` for the better of both.

@@ -54,6 +54,7 @@ class Migration:
                 self._away.add(i)
             elif begins:
                 self._resident.add(i)
+                self._used[i] += [count] if any(storage.is_carried for storage in unit.storages) else []
         for k in range(count):
             self._interval(k)
 

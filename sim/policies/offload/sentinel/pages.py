@@ -19,6 +19,7 @@ class Storage:
 
     values: (the op from whose end on it holds that value, -1 for the start; tensor), in order.
     layers: the layers that use it, in order. accesses: by how many ops. until: the op at whose end it is freed.
+    is_carried: whether the next iteration begins with it.
     """
 
     values: Sequence[tuple[int, int]]
@@ -26,6 +27,7 @@ class Storage:
     layers: Sequence[int]
     accesses: int
     until: int
+    is_carried: bool = False
 
     def value_after(self, op: int) -> int | None:
         """The value that it holds when an op has ended, None before the first and after its end."""
@@ -106,7 +108,8 @@ def _storage(trace: Trace, first: int, device: int, layer_of: Mapping[int, int])
     stays = last in outputs or trace.producer[last] < 0
     until = len(trace.ops) if stays else max(uses)
     layers = sorted({layer_of[op] for op in uses})
-    return Storage(values, int(trace.tensor_columns.bytes[first]), layers, len(uses), until)
+    carried = any(end == last for end, _ in trace.carry)
+    return Storage(values, int(trace.tensor_columns.bytes[first]), layers, len(uses), until, carried)
 
 
 def paged(storages: Sequence[Storage], page: int, *, coallocate: bool) -> list[Unit]:
