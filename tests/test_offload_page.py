@@ -294,11 +294,21 @@ def test_the_bound_by_hand():
     # at the loss all four results are to be read later: with space for two, 200 bytes have left and 200 come back
     least = bound(two_halves(), machine(rate=10**9), 200)
     assert (least.out, least.back) == (200, 200)
-    # while f3 runs, 30 ns after the start, a0 and a1 have left already: 200 bytes, 1 ns each; 91 ns are left of the ops
-    assert least.ns == 200 + 200
-    assert bound(two_halves(), machine(rate=10**10), 200).ns == max(30, 20) + 91
+    # while the backward op of f3 runs, for 20 ns, 200 bytes are still away, 1 ns each; they return once it has ended
+    assert least.ns == 200 + 20 + 200
+    assert bound(two_halves(), machine(rate=10**10), 200).ns == 4 * 10 + 1 + 4 * 20
     assert bound(two_halves(), machine(rate=10**9), 400).ns == 4 * 10 + 1 + 4 * 20
-    assert bound(two_halves(), machine(rate=10**9), 200, ratio=0.5).ns == 100 + 100
+    assert bound(two_halves(), machine(rate=10**9), 200, ratio=0.5).ns == 100 + 20 + 100
+
+
+def test_the_bound_of_plans_that_begin_with_all_on_the_device():
+    b = TraceBuilder()
+    x, w, y = b.tensor("x", 0, "input"), b.tensor("w", 100, "weight"), b.tensor("y", 60)
+    b.op("f", reads=[x], writes=[y], duration=10)
+    b.op("g", reads=[y, w], writes=[b.tensor("z", 0)], duration=10)
+    trace = b.build()
+    # beside y there is space for 40 bytes: w, 100, is away while f runs, and returns after it
+    assert [bound(trace, machine(rate=10**9), 100, begins_there=there).out for there in (False, True)] == [0, 60]
 
 
 def test_the_best_plan_of_a_small_chain_meets_the_bound():

@@ -1,13 +1,14 @@
 """The least time of an iteration whose device has so many bytes, where nothing is recomputed: a proven bound.
 
-When op i begins, whatever the device has produced or read before, and an op of the device reads later, is somewhere: on
-the device, with the operands of i, or elsewhere. What exceeds the budget is elsewhere, and each of its bytes crosses
-into the device after that moment; those that the device itself produced have crossed out of it before. So
+While op i runs, whatever the device has produced or read before, and an op of the device reads later, is somewhere: on
+the device, with the operands and results of i, or elsewhere. What exceeds the budget is elsewhere from its beginning to
+its end, for a copy takes its space on the device before it begins. So each of these bytes crosses into the device after
+i, and those that the device itself produced have crossed out of it before. So
 
-    time >= max over i of  max(ops before i, bytes out / rate out) + max(ops from i on, bytes in / rate in).
+    time >= max over i of  max(ops before i, bytes out / rate out) + i + max(ops after i, bytes in / rate in).
 
 It holds for every plan that runs these ops once, in this order, on these engines, and copies whole bytes over these
-links; weights and states may begin anywhere.
+links; weights and states may begin anywhere, unless they are said to begin on the device.
 """
 
 from __future__ import annotations
@@ -32,11 +33,18 @@ class Bound(NamedTuple):
 
 
 def bound(
-    trace: Trace, platform: Platform, budget: int, *, ratio: float = 1.0, rates: tuple[int, int] | None = None
+    trace: Trace,
+    platform: Platform,
+    budget: int,
+    *,
+    ratio: float = 1.0,
+    rates: tuple[int, int] | None = None,
+    begins_there: bool = False,
 ) -> Bound:
     """The bound of a trace of one device.
 
     ratio: the least fraction of its bytes that a copy takes on the link.
+    begins_there: whether only plans are meant with which all that no op produces begins on the device.
     rates: bytes/s out and back, by default of the links to the host and to drives or pools beside it.
     """
     c, t = trace.op_columns, trace.tensor_columns
@@ -69,12 +77,12 @@ def bound(
     np.add.at(results, writers[fresh], t.bytes[c.write_ids[fresh]])
     held = live + np.where(here, results + c.workspace, 0)
     back = np.maximum(held - budget, 0)
-    out = np.maximum(back - free, 0)
+    out = back if begins_there else np.maximum(back - free, 0)
     before = np.concatenate([[0], np.cumsum(cost)])
     if rates is None:
         rates = _rates(platform, home)
     first = np.maximum(before[:-1], out * ratio * 1e9 / rates[0])
-    total = first + np.maximum(before[-1] - before[:-1], back * ratio * 1e9 / rates[1])
+    total = first + cost + np.maximum(before[-1] - before[1:], back * ratio * 1e9 / rates[1])
     worst = int(np.argmax(total))
     most = int(np.argmax(back))
     return Bound(int(total[worst]), int(out[most]), int(back[most]), int(before[-1]), worst)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.plan import Action, Move, Wait
-from sim.solvers.load_curve import Absence, Curve
+from sim.solvers.load_curve import Absence, Curve, Load
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,17 @@ def scheduled(curve: Curve, chosen: Sequence[Absence], limit: int | None, *, thr
         held = None if wait is None else curve.ops[wait]
         trips.append(Trip(one.tensor, curve.ops[one.left], held, curve.ops[begin], curve.ops[one.back]))
     return sorted(trips, key=lambda trip: (trip.leaves, trip.returns, trip.tensor))
+
+
+def load_with(curve: Curve, trips: Sequence[Trip]) -> Load:
+    """Bytes resident during each op where no op waits, and copies out use their link one after the other."""
+    place, load, free = {op: i for i, op in enumerate(curve.ops)}, curve.load.copy(), 0
+    for trip in sorted(trips, key=lambda trip: (place[trip.leaves], place[trip.needed])):
+        variable, left = curve.variables[trip.tensor], place[trip.leaves]
+        free = max(int(curve.end[left]), free) + variable.out_ns
+        gone = max(int(np.searchsorted(curve.start, free)), left + 1)
+        load[gone : place[trip.returns]] -= variable.bytes
+    return load
 
 
 def _just_in_time(start: NDArray[np.int64], chosen: Sequence[Absence]) -> dict[Absence, int]:

@@ -340,19 +340,41 @@ def test_without_overhead_an_eighth_to_a_third_of_the_memory_is_saved(name: str,
     assert saved(name) == pytest.approx(expected, abs=0.005)
 
 
-@pytest.mark.parametrize(("name", "most"), [("resnet-50", 0.293), ("vgg-16", 0.321), ("inception-v4", 0.332)])
-def test_without_overhead_no_plan_saves_the_published_third_over_this_link(name: str, most: float) -> None:
-    """The least time with so much less memory, whatever leaves: that of the ops up to `most`, and more beyond it."""
+@pytest.mark.parametrize(
+    ("name", "most", "begun_elsewhere"),
+    [("resnet-50", 0.250, 0.293), ("vgg-16", 0.252, 0.252), ("inception-v4", 0.296, 0.332)],
+)
+def test_without_overhead_no_plan_saves_the_published_third_over_this_link(
+    name: str, most: float, begun_elsewhere: float
+) -> None:
+    """The least time with so much less memory, whatever leaves: that of the ops up to `most`, and more beyond it.
+
+    Plans whose weights begin behind the device may save more, by `begun_elsewhere`.
+    """
     trace, card = cnn(name, 32, optimizer="sgd", kernels="cudnn"), load_profile("p100")
     keep = simulate(trace, card, "keep_all").log
-    less, more, published = (
-        bound(trace, card, int((1 - part) * home_peak(keep))).ns for part in (most - 0.005, most + 0.005, 0.342)
-    )
-    assert less <= 1.001 * keep.end < more < published
+    for part, there in ((most, True), (begun_elsewhere, False)):
+        less, more, published = (
+            bound(trace, card, int((1 - share) * home_peak(keep)), begins_there=there).ns
+            for share in (part - 0.005, part + 0.005, 0.342)
+        )
+        assert less <= 1.001 * keep.end < more < published
 
 
-def test_with_weights_and_gradients_away_vgg_16_saves_almost_twice_as_much() -> None:
-    assert saved("vgg-16", 0.66, score="aoa", variables="all") == pytest.approx(0.226, abs=0.005)
+@pytest.mark.parametrize("limit", [0.3, 0.66])
+def test_with_weights_and_gradients_away_vgg_16_saves_almost_twice_as_much(limit: float) -> None:
+    """Also where the limit asks for more than the link carries, so that most of what it chooses has to stay."""
+    assert saved("vgg-16", limit, score="aoa", variables="all") == pytest.approx(0.226, abs=0.005)
+
+
+def test_without_overhead_it_moves_no_more_than_the_limit_asks_for(run) -> None:
+    trace = net([("conv", 40, 100, 100)] * 6)
+    keep = run(trace, "keep_all")
+    moved = [
+        sum(move[0] == "d2h" for move in run(trace, "autoswap", mode="no_overhead", limit=int(part * keep.peak)).moves)
+        for part in (0.2, 0.9, 1)
+    ]
+    assert moved[0] > moved[1] > moved[2] == 0
 
 
 @pytest.mark.parametrize(
@@ -399,7 +421,7 @@ def small_resnet(tape: ImageTape, x: Value, classes: int, probability: float) ->
 
 @pytest.mark.parametrize(
     ("network", "limit", "parameters", "quick", "slow"),
-    [(small_resnet, 0.5, {}, 0.163, 0.373), (small_vgg, 0.66, {"variables": "all"}, 0.181, 0.273)],
+    [(small_resnet, 0.5, {}, 0.163, 0.373), (small_vgg, 0.66, {"variables": "all"}, 0.182, 0.273)],
 )
 def test_on_the_nets_of_the_authors_training_script_the_time_of_an_op_decides(
     network, limit, parameters, quick, slow, monkeypatch: pytest.MonkeyPatch
@@ -417,7 +439,7 @@ def test_on_the_nets_of_the_authors_training_script_the_time_of_an_op_decides(
 def test_weights_leave_after_the_first_op_and_are_back_for_what_overwrites_them(run) -> None:
     b = TraceBuilder()
     x, w, state = b.tensor("x", 1, "input"), b.tensor("w", 10, "weight"), b.tensor("m", 20, "optimizer_state")
-    y, g, large = b.tensor("y", 1), b.tensor("g", 10, "gradient"), b.tensor("large", 30, "temporary")
+    y, g, large = b.tensor("y", 1), b.tensor("g", 10, "gradient"), b.tensor("large", 40, "temporary")
     b.op("first", reads=[x], writes=[b.tensor("z", 0)], duration=10)
     b.op("f", "matmul", reads=[x, w], writes=[y], duration=10)
     b.op("b", "matmul", reads=[x, y, w], writes=[g], duration=30, phase="backward")
@@ -439,7 +461,7 @@ def test_weights_leave_after_the_first_op_and_are_back_for_what_overwrites_them(
         ("h2d", "w", 160),
     ]
     assert done.time == keep.time
-    assert (keep.peak, done.peak) == (71, 42), "b has begun when m is away, so that x, w, m, y and g are there at once"
+    assert (keep.peak, done.peak) == (81, 42), "b has begun when m is away, so that x, w, m, y and g are there at once"
     assert run(trace, "autoswap", limit=32, mode="no_overhead").moves == []
 
 

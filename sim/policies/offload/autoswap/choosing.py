@@ -24,23 +24,23 @@ def candidates(curve: Curve, least: int) -> list[Absence]:
 
 # ---- scores --------------------------------------------------------------------------------------
 
-Score = Callable[[Absence, Load, int], float]
-"""Of an absence, the load now, and the limit."""
+Score = Callable[[Absence, Sequence[int]], float]
+"""Of an absence, and per op the load above the limit, summed over the ops before it."""
 
 
-def duration(one: Absence, load: Load, limit: int) -> float:
+def duration(one: Absence, above: Sequence[int]) -> float:
     """DOA: the time between the accesses, by which the published code ranks."""
     return one.gap_ns
 
 
-def area(one: Absence, load: Load, limit: int) -> float:
+def area(one: Absence, above: Sequence[int]) -> float:
     """AOA: the time that the copies leave by the bytes; over the bytes where they leave none."""
     return one.slack_ns * one.bytes if one.slack_ns >= 0 else one.slack_ns / one.bytes
 
 
-def weighted(one: Absence, load: Load, limit: int) -> float:
+def weighted(one: Absence, above: Sequence[int]) -> float:
     """WDOA: the load above the limit, summed over the ops of the absence."""
-    return int((load[one.left + 1 : one.back] - limit).sum())
+    return above[one.back] - above[one.left + 1]
 
 
 SCORES: Mapping[str, Score] = MappingProxyType({"doa": duration, "aoa": area, "wdoa": weighted, "swdoa": weighted})
@@ -50,24 +50,26 @@ SCORES: Mapping[str, Score] = MappingProxyType({"doa": duration, "aoa": area, "w
 def choose(curve: Curve, limit: int, score: str, least: int) -> tuple[tuple[Absence, ...], int]:
     """What is swapped, in the order of choice, and the highest load with all of it away."""
     load, chosen = curve.load.copy(), list[Absence]()
-    rest = candidates(curve, least)
-    rank = _ranking(score, rest, curve.load, limit)
+    rest = ranked(score, candidates(curve, least), _above(load, limit))
     while rest and load.max() > limit:
-        one = max(rest, key=lambda other: (rank(other, load), other.bytes, -other.tensor))
+        one = ranked(score, rest, _above(load, limit))[-1] if score == "swdoa" else rest[-1]
         rest.remove(one)
         chosen.append(one)
         load[one.left + 1 : one.back] -= one.bytes
     return tuple(chosen), int(load.max(initial=0))
 
 
-def _ranking(score: str, absences: Sequence[Absence], whole: Load, limit: int) -> Callable[[Absence, Load], float]:
-    """What decides between absences, given the load that the choices so far have left."""
-    if score == "vote":
-        votes = dict.fromkeys(absences, 0)
-        for name in ("doa", "aoa", "wdoa"):
-            ordered = sorted(absences, key=lambda one: (SCORES[name](one, whole, limit), one.bytes, -one.tensor))
-            for place, one in enumerate(ordered):
-                votes[one] += place
-        return lambda one, load: votes[one]
-    of = SCORES[score]
-    return lambda one, load: of(one, load if score == "swdoa" else whole, limit)
+def ranked(score: str, absences: Sequence[Absence], above: Sequence[int]) -> list[Absence]:
+    """The absences, the one that is chosen first at the end; of equals the larger, and the earlier tensor."""
+    if score != "vote":
+        return sorted(absences, key=lambda one: (SCORES[score](one, above), one.bytes, -one.tensor))
+    votes = dict.fromkeys(absences, 0)
+    for name in ("doa", "aoa", "wdoa"):
+        for place, one in enumerate(ranked(name, absences, above)):
+            votes[one] += place
+    return sorted(absences, key=lambda one: (votes[one], one.bytes, -one.tensor))
+
+
+def _above(load: Load, limit: int) -> list[int]:
+    """Per op the load above the limit, summed over the ops before it, and once more for all ops."""
+    return [0, *np.cumsum(load - limit).tolist()]
