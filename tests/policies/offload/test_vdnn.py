@@ -269,6 +269,16 @@ def test_dyn_is_never_slower_than_all_m_and_never_over_budget(data: st.DataObjec
     assert done.peak <= budget
 
 
+def test_dyn_takes_all_with_least_workspace_where_the_first_pass_that_fits_is_slower(run) -> None:
+    """Beside the pooling nothing is offloaded with `conv`, so that backward begins with a copy that it waits for."""
+    trace = net([("conv", 3, 5, 5), ("conv", 3, 7, 10), ("pool", 2, 7, 10)])
+    conv, every, dyn = (
+        run(trace, "vdnn", 13, **given_)
+        for given_ in ({"variant": "conv", "algorithm": "p"}, {"variant": "all", "algorithm": "m"}, {})
+    )
+    assert (conv.time, every.time, dyn.time) == (47, 46, 46)
+
+
 def test_the_published_order_holds_on_a_net_whose_copies_take_longer_than_its_layers(run) -> None:
     layers: list[Layer] = []
     for stage in range(4):

@@ -43,6 +43,17 @@ def test_four_layers_of_4_ns_compute_for_16_ns_and_their_last_copy_ends_at_17(ru
     assert done.result.log.counters["implicit_moves"] == 0
 
 
+def test_a_backward_layer_does_not_wait_for_what_is_prefetched_beside_it(run) -> None:
+    trace = net([("conv", 20, 30, 4), ("pool", 1, 4, 4), ("pool", 1, 4, 4), ("conv", 1, 4, 4)])
+    ran = {}
+    for name in ("vdnn", "vdnn_pp"):
+        done = run(trace, name, variant="conv")
+        assert done.moves[-1] == ("h2d", "x1", 43, 63)
+        ran[name] = done.ran("f4.bwd", "f3.bwd", "f2.bwd", "f1.bwd")
+    assert ran["vdnn"] == [(43, 47), (63, 67), (67, 71), (71, 75)]
+    assert ran["vdnn_pp"] == [(43, 47), (47, 51), (51, 55), (63, 67)]
+
+
 def test_space_is_free_when_both_the_layer_and_its_copy_have_ended(run) -> None:
     # x1 takes 9 ns to copy beside a layer of 4, x2 takes 2 beside one of 4
     done = run(
