@@ -177,6 +177,19 @@ def test_training_time_against_vdnn_on_a_v100():
     assert sum(slower) / len(slower) == pytest.approx(0.207, abs=0.05)
 
 
+def test_while_a_codec_runs_the_device_holds_the_tensor_and_its_code():
+    result = simulate(chain(0.5, SIZES), fast(GB // 10), Cswap(variant="all"))
+    size = dict(zip(result.log.trace.tensor_columns.name, result.log.trace.tensor_columns.bytes.tolist(), strict=True))
+    on_device = result.memory.query("tier == 'hbm'")
+    codecs = result.events[result.events.op.str.endswith((".encode", ".decode")) & (result.events.why == "codec")]
+    assert len(codecs) == 6
+    for row in codecs.itertuples():
+        name, _, way = row.op.rpartition(".")
+        held = on_device[on_device.time_ns <= row.start_ns].groupby("tensor").delta_bytes.sum()
+        here = (name, f"{name}.zvc") if way == "encode" else (f"{name}.zvc", f"{name}.decoded")
+        assert [held[each] for each in here] == [size[each] for each in here]
+
+
 def test_where_codes_do_not_fit_it_is_vdnn():
     trace, platform = chain(0.5, SIZES), fast(GB // 10)
     least = smallest_budget(trace, platform, Vdnn(variant="all"), tolerance=0.001)

@@ -207,7 +207,10 @@ def test_with_ample_memory_the_device_updates_and_nothing_moves() -> None:
     assert done.warm_up[0].log.end > done.log.end
 
 
-def test_room_for_chunks_is_what_the_rest_leaves_at_this_moment_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_room_for_chunks_is_what_the_rest_leaves_at_this_moment_and_the_next(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace = layers(3, 1000, 2000, 4000)
     heavy = trace.op_columns.workspace.copy()
     heavy[1] = 5000  # of the second layer's forward
@@ -217,11 +220,12 @@ def test_room_for_chunks_is_what_the_rest_leaves_at_this_moment_and_the_next(mon
     walk = patrickstar.Walk
     monkeypatch.setattr(patrickstar, "Walk", lambda *of, **more: rooms.append(of[2]) or walk(*of, **more))
     # three weights of 1000 and the peak of the rest leave 0.8 * 6996 for states: one tile of 4000
-    done = simulate(trace, machine(15_000), "patrickstar", chunk=1000, share=1.0)
+    done = simulate(trace, machine(15_000), "patrickstar", chunk=1000, share=share)
     assert done.plan.notes["tiles_on_device"] == 1
     names = done.plan.trace.op_columns.name
+    assert set(rooms[0]) == {int(0.2 * 15_000)}, "the warm-up iteration measures nothing yet"
     room = dict(zip(names, rooms[1], strict=True))
-    most = 15_000 - 4000 - 2 * 1000
+    most = int(share * 15_000) - 4000 - 2 * 1000
     # f1 holds x, two results and its workspace; f2 x and three results, and the loss their gradient too
     assert [room["f0"], room["f1"], room["f2"]] == [most - 5003, most - 5003, most - 5]
     engine = done.plan.trace.op_columns.engine

@@ -79,6 +79,19 @@ def test_the_tensor_whose_next_use_is_farthest_leaves_and_returns_as_early_as_it
     assert done.moves == [("d2h", "y1", 20, 24), ("h2d", "y1", 44, 48)]
 
 
+def test_what_the_host_has_a_copy_of_leaves_without_another(run) -> None:
+    # one buffer: each read evicts the other of two, y0 for the second time before its last read
+    done = run(accesses([0, 1, 0, 1]), "swapadvisor", 5, generations=0)
+    assert [(lane, name) for lane, name, *_ in done.moves] == [
+        ("d2h", "y0"),
+        ("d2h", "y1"),
+        ("h2d", "y0"),
+        ("h2d", "y1"),
+        ("h2d", "y0"),
+        ("h2d", "y1"),
+    ]
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.3, 1))
 def test_every_chromosome_is_topological_and_within_the_memory(seed: int, share: float) -> None:

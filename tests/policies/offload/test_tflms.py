@@ -14,7 +14,7 @@ from sim.errors import OutOfMemory, PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.policies.offload import tflms
-from sim.policies.offload.tflms import _greatest
+from sim.policies.offload.tflms import Tflms, _greatest
 from sim.policies.offload.tflms.counting import counted
 from sim.policies.offload.tflms.swaps import Settings, Swapper
 from sim.trace import Trace, TraceBuilder
@@ -201,6 +201,13 @@ def test_bisection_finds_the_greatest_value_that_passes() -> None:
         found = _greatest(start, "swapin_ahead", 1, 19, lambda settings, limit=limit: settings.swapin_ahead <= limit)
         assert found.swapin_ahead == limit
     assert _greatest(start, "swapin_groupby", 0, 9, lambda settings: False).swapin_groupby == 0
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+def test_tuning_synchronises_no_more_than_it_takes_to_pass(mode: int) -> None:
+    swapper = Swapper(FIVE)
+    found = Tflms()._tuned(swapper, lambda settings: settings.sync_mode >= mode and settings.swapout_threshold <= 3)
+    assert found == Settings(3, swapper.levels, swapper.levels, mode)
 
 
 def test_tuning_turns_itself_off_and_then_swaps_no_more_than_it_must() -> None:

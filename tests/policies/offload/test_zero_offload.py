@@ -15,6 +15,7 @@ from sim.errors import OutOfMemory, PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.policies import load
+from sim.rewrites.rewrite import reorder
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, ROOMY, facts, machine
@@ -85,6 +86,14 @@ def test_every_copy_and_update_runs_when_the_hand_drawn_timeline_says(run) -> No
     assert done.time == 275
     assert done.result.log.counters["implicit_moves"] == 0
     assert done.result.log.counters["returned_moves"] == 0
+
+
+def test_the_first_update_waits_for_all_gradients_and_not_for_its_own_alone(run) -> None:
+    trace = layers(3, 10, 20, 40)
+    *others, first, second, third = range(len(trace.ops))
+    done = run(reorder(trace, [*others, third, second, first]), "zero_offload", on=machine(cpu_rate=4 * GB))
+    assert [move for move in done.moves if move[1] == "g2"] == [("d2h", "g2", 100, 110)]
+    assert done.ran("adam2", "adam1", "adam0") == [(190, 215), (215, 240), (240, 265)]
 
 
 @pytest.mark.parametrize("cpu_rate", [1, 3, 12, 100])
