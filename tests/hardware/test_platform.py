@@ -1,5 +1,7 @@
 """A platform finds its parts by name, refuses names that lead nowhere, and takes the shortest route."""
 
+from dataclasses import replace
+
 import pytest
 
 from sim.errors import ProfileError
@@ -63,6 +65,24 @@ def test_a_route_has_the_fixed_times_of_its_links_and_the_rate_of_the_slowest():
 def test_the_host_is_the_first_shared_tier_that_can_be_reached_both_ways():
     assert square(("a", "b", GB, 0), ("a", "c", GB, 0), ("c", "a", GB, 0)).host.name == "c"
     assert square(("a", "b", GB, 0)).host is None
+
+
+def test_behind_a_tier_comes_the_fastest_one_that_it_exchanges_bytes_with():
+    both = [(*ends, GB, 0) for one in "cd" for ends in (("b", one), (one, "b"))]
+    for fast in "cd":
+        p = square(*both)
+        tiers = tuple(replace(t, bandwidth=2 * GB) if t.name == fast else t for t in p.tiers)
+        assert replace(p, tiers=tiers).cascade("b") == ("b", fast)
+    assert square(("b", "c", GB, 0)).cascade("b") == ("b",)
+
+
+def test_a_drive_of_the_device_is_one_that_it_reaches_past_the_host():
+    behind = [("a", "b", GB, 0), ("b", "a", GB, 0), ("b", "d", GB, 0), ("d", "b", GB, 0)]
+    for links, found in ((behind, None), ([*behind, ("a", "d", GB, 0)], None),
+                         ([*behind, ("a", "d", GB, 0), ("d", "a", GB, 0)], "d")):  # fmt: skip
+        p = square(*links)
+        p = replace(p, tiers=tuple(replace(t, kind="nvme") if t.name == "d" else t for t in p.tiers))
+        assert (p.drive and p.drive.name) == found
 
 
 def test_names_that_lead_nowhere_are_all_refused_at_once():

@@ -20,7 +20,6 @@ from sim.policies import load
 from sim.policies.compression.cswap import Cswap
 from sim.policies.offload.vdnn import Vdnn
 from sim.rewrites.encoding import Codec, encode
-from sim.search import smallest_budget
 from sim.trace import TraceBuilder
 from tests.policies.compression.test_cdma import chain
 from tests.policies.offload.conftest import GB, machine
@@ -112,6 +111,19 @@ def test_wrong_predictions_cost_at_most_what_they_are_off_by(error):
     assert exact.log.end <= wrong.log.end <= exact.log.end + error * took
 
 
+def test_wrong_predictions_change_decisions_that_are_near():
+    """Of x1 and x3 exact figures are 10,776 of 12,000 and 8,896 of 9,840 ns; x2 3,848 of 4,320."""
+    trace, platform = chain(0.3, SIZES), fast(GB // 10, memory=1)
+    found = {
+        error: [
+            set(simulate(trace, platform, Cswap(variant="all", error=error), seed=seed).plan.notes["compressed"])
+            for seed in (0, 2)
+        ]
+        for error in (0.0, 0.9)
+    }
+    assert found == {0.0: [{"x1", "x2", "x3"}] * 2, 0.9: [{"x2", "x3"}, {"x3"}]}
+
+
 def encode_all(trace, platform):
     return simulate(trace, platform, Cswap(variant="all", choose="always")).plan.trace.ops
 
@@ -155,6 +167,14 @@ def test_a_codec_that_takes_no_time_or_loses_values_breaks_the_law():
     check_values(run(Codec("fp16", lossless=False), Cswap(precision="fp16")))
 
 
+def test_of_two_formats_the_smaller_one_is_taken():
+    """Sparse rows take a byte per element that is not zero, a mask a bit for each: a ninth of them, more or less."""
+    for zeros, form in ((0.85, "zvc"), (0.95, "csr")):
+        trace = chain(zeros, tuple(10 * size for size in SIZES))
+        plan = simulate(trace, fast(GB // 10), Cswap(variant="all", choose="always")).plan
+        assert set(plan.notes["compressed"].values()) == {form}
+
+
 def test_lossy_codes_are_for_tensors_that_no_sparse_format_makes_smaller():
     trace = chain(None, SIZES)
     plan = simulate(trace, fast(GB // 10), Cswap(variant="all", precision="fp8")).plan
@@ -191,11 +211,22 @@ def test_while_a_codec_runs_the_device_holds_the_tensor_and_its_code():
 
 
 def test_where_codes_do_not_fit_it_is_vdnn():
-    trace, platform = chain(0.5, SIZES), fast(GB // 10)
-    least = smallest_budget(trace, platform, Vdnn(variant="all"), tolerance=0.001)
-    assert least is not None
-    result = simulate(trace, platform, Cswap(variant="all"), budget=least)
-    assert result.log.end <= end(trace, platform, Vdnn(variant="all"))
+    """One large result, and beside it nothing as large as its code: what encodes it needs more than any layer."""
+    b = TraceBuilder()
+    made = [b.tensor("x0", 4, "input"), b.tensor("x1", 640, zeros=0.5), b.tensor("x2", 4), b.tensor("x3", 4)]
+    for i in range(3):
+        b.op(f"f{i}", "conv", reads=[made[i]], writes=[made[i + 1]], duration=400, flops=1)
+    gradient = made[3]
+    for i in reversed(range(3)):
+        new = b.tensor(f"d{i}", 4, "temporary")
+        b.op(f"f{i}.bwd", "conv", reads=[gradient, made[i]], writes=[new], phase="backward", duration=400, flops=1)
+        gradient = new
+    trace, platform = b.build(outputs=[gradient], carry=()), fast(GB // 10)
+    found = {}
+    for budget in (700, 1000):
+        result, plain = (simulate(trace, platform, policy(variant="all"), budget=budget) for policy in (Cswap, Vdnn))
+        found[budget] = result.plan.notes["compressed"], result.log.end < plain.log.end
+    assert found == {700: ({}, False), 1000: ({"x1": "zvc"}, True)}
 
 
 def test_bad_input_is_one_clear_line():

@@ -15,7 +15,7 @@ from sim.policies import load
 from sim.policies.compression.gist import Gist
 from sim.rewrites.codecs import CSR_COLUMNS
 from sim.rewrites.values import departures
-from sim.trace import Trace
+from sim.trace import Trace, TraceBuilder
 from workloads import cnn, transformer
 
 BUDGET = "200 GB"
@@ -85,6 +85,18 @@ def test_time_beyond_keep_all_is_that_of_encodings_and_decodings(v100):
     extra = result.summary()["makespan_ns"] - reference_run(trace, v100).end
     assert extra == pytest.approx(expected, rel=1e-3)
     assert result.summary()["codec_ns"] == extra
+
+
+@pytest.mark.parametrize(("between", "formats"), [(0, set()), (1, {"fp8"})])
+def test_what_the_very_next_op_reads_again_is_not_encoded(v100, between, formats):
+    b = TraceBuilder()
+    x, y = (b.tensor(name, 256, role, shape=(8, 8)) for name, role in (("x", "input"), ("y", "activation")))
+    b.op("f", "matmul", reads=[x], writes=[y], flops=1)
+    for n in range(between):
+        b.op(f"loss{n}", "loss", reads=[x], writes=[b.tensor(f"z{n}", 4)])
+    b.op("f.bwd", "matmul", reads=[y], writes=[b.tensor("d", 256, "temporary")], flops=1, phase="backward")
+    plan = simulate(b.build(), v100, Gist(precision="fp8"), budget=BUDGET).plan
+    assert set(plan.notes["codes"]) == formats
 
 
 def test_lossless_and_lossy_are_apart(v100):

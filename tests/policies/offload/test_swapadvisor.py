@@ -80,14 +80,13 @@ def test_the_tensor_whose_next_use_is_farthest_leaves_and_returns_as_early_as_it
 
 
 def test_what_the_host_has_a_copy_of_leaves_without_another(run) -> None:
-    # one buffer: each read evicts the other of two, y0 for the second time before its last read
-    done = run(accesses([0, 1, 0, 1]), "swapadvisor", 5, generations=0)
+    # two buffers: y1 leaves for y2, returns as soon as the first read of y0 has ended, and leaves again for y2
+    done = run(accesses([0, 1, 0, 2, 0, 1]), "swapadvisor", 9, generations=0)
     assert [(lane, name) for lane, name, *_ in done.moves] == [
-        ("d2h", "y0"),
         ("d2h", "y1"),
-        ("h2d", "y0"),
+        ("d2h", "y2"),
         ("h2d", "y1"),
-        ("h2d", "y0"),
+        ("h2d", "y2"),
         ("h2d", "y1"),
     ]
 
