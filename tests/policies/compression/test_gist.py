@@ -66,6 +66,14 @@ def test_reduced_precision_alone_keeps_a_half_a_third_or_a_quarter(v100, precisi
         assert size == pytest.approx(4 * elements / share, abs=4)
 
 
+@pytest.mark.parametrize(("precision", "bits"), [("fp16", 16), ("fp10", 10), ("fp8", 8)])
+def test_the_values_of_sparse_rows_have_the_reduced_precision_too(v100, precision, bits):
+    trace = net(zeros=0.75)
+    found = codes(trace, simulate(trace, v100, Gist(binarize=False, precision=precision), budget=BUDGET).plan.trace)
+    elements, size = found[f"relu1.out.csr_{precision}"]
+    assert size == ceil(elements // 4 * bits / 8) + elements // 4 + 4 * elements // CSR_COLUMNS
+
+
 def test_sparse_rows_are_left_where_they_would_be_larger_or_nothing_is_known(v100):
     for zeros, expected in ((0.19, set()), (0.22, {"csr"}), (None, set())):
         plan = simulate(net(zeros=zeros), v100, Gist(binarize=False), budget=BUDGET).plan

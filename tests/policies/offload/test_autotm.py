@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import Result, simulate
-from sim.hardware.platform import Link, Platform, Tier
+from sim.hardware.platform import Allocator, Link, Platform, Tier
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import GB, facts, machine
 from tests.policies.offload.test_uvm import step
@@ -56,15 +56,16 @@ def paths(uses: list[int], in_place: bool) -> Iterator[tuple[tuple[bool, ...], t
                 yield fast, stays
 
 
-def best_by_hand(trace: Trace, on: Platform, capacity: int) -> int | None:
-    """The least time of all synchronous paths of what has bytes, by trying each."""
+def best_by_hand(trace: Trace, on: Platform, capacity: int, *, moves: bool = True) -> int | None:
+    """The least time of all synchronous paths of what has bytes, or of those that stay in one tier, by trying each."""
     size = [int(bytes) for bytes in trace.tensor_columns.bytes]
     ops = range(len(trace.ops))
     uses = {t: [int(trace.producer[t]), *trace.readers(t)] for t in range(1, len(size)) if size[t]}
     in_place = "host" in on.engines[0].reaches
     slow, latency = on.tier("host").bandwidth, on.tier("host").latency
     best = None
-    for choice in product(*(list(paths(u, in_place)) for u in uses.values())):
+    ways = [[way for way in paths(u, in_place) if moves or len({*way[0], *way[1]}) == 1] for u in uses.values()]
+    for choice in product(*ways):
         held = [0 for _ in ops]
         away: dict[int, int] = {}
         copies = 0
@@ -92,20 +93,33 @@ def best_by_hand(trace: Trace, on: Platform, capacity: int) -> int | None:
 
 
 @settings(max_examples=4)
-@given(st.integers(0, 10**6), st.sampled_from([0.9, 0.7, 0.5]), st.booleans())
-@example(3, 0.5, True)
-def test_no_path_is_faster_than_the_synchronous_program(seed: int, share: float, in_place: bool) -> None:
+@given(st.integers(0, 10**6), st.sampled_from([0.9, 0.7, 0.5]), st.booleans(), st.sampled_from(MODES[:2]))
+@example(3, 0.5, True, "synchronous")
+@example(1, 0.9, True, "static")
+def test_no_path_is_faster_than_the_program_that_may_move_and_that_which_may_not(
+    seed: int, share: float, in_place: bool, mode: str
+) -> None:
     trace = small(seed)
     peak = facts(simulate(trace, machine(), "keep_all")).peak
     on = (near if in_place else machine)(int(share * peak))
-    least = best_by_hand(trace, on, int(share * peak))
+    least = best_by_hand(trace, on, int(share * peak), moves=mode != "static")
     if least is None:
         with pytest.raises(Infeasible):
-            simulate(trace, on, "autotm", mode="synchronous")
+            simulate(trace, on, "autotm", mode=mode)
         return
-    done = simulate(trace, on, "autotm", mode="synchronous")
+    done = simulate(trace, on, "autotm", mode=mode)
     assert done.plan.notes["status"] == "optimal"
     assert done.log.end == done.plan.notes["expected_ns"] == least
+
+
+def test_where_an_allocator_rounds_up_what_just_fits_the_program_is_solved_for_less_memory() -> None:
+    trace = net([("conv", bytes, 3000, 3000) for bytes in (5000, 5050, 5100, 4900, 5020)])
+    exact = machine(int(0.85 * facts(simulate(trace, machine(), "keep_all")).peak))
+    blocks = replace(exact.tiers[0], allocator=Allocator("pool", (("rounding", 512),)))
+    rounded = replace(exact, tiers=(blocks, *exact.tiers[1:]))
+    plain, done = (simulate(trace, on, "autotm", mode="synchronous") for on in (exact, rounded))
+    assert len(done.plan.actions) > len(plain.plan.actions)
+    assert done.log.end == done.plan.notes["expected_ns"] > plain.log.end
 
 
 def random_run(seed: int, share: float, mode: str, in_place: bool) -> Result | None:

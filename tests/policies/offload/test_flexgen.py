@@ -155,6 +155,24 @@ def test_no_hand_made_placement_is_faster_by_the_cost_model():
             assert by_hand is None or by_hand.ns >= best.ns * (1 - 1e-6)
 
 
+def test_a_block_takes_at_least_what_its_slowest_link_carries():
+    """Weights on the drive cross from it in each pass; the cache on the host only where the device attends to it."""
+    plain = machine(host=1 << 30, cpu="host", rate=GB)
+    tiers = (*plain.tiers, Tier("nvme", 1 << 30, 1 << 30, GB, kind="nvme"))
+    links = (*plain.links, Link("write", "host", "nvme", GB // 500), Link("read", "nvme", "host", GB // 500))
+    drive = replace(plain, tiers=tiers, links=links)
+    job = Job(problem_for(small(), drive))
+    f = figures(job, cpu_engine(drive, "host"))
+    far = placed(f, job, ("hbm", "host", "nvme"), 4, False, 1.0, (0, 0, 1, 0, 1, 0))
+    assert far.ns == pytest.approx(500 * sum(f.read), rel=0.01)
+    slow = replace(plain, links=tuple(replace(link, rate=GB // 5000) for link in plain.links))
+    job = Job(problem_for(small(), slow))
+    for on_cpu in (False, True):
+        shares = placed(f, job, ("hbm", "host"), 4, on_cpu, 1.0, (1, 0, 0, 1, 1, 0))
+        copies = sum(max(f.written[phase], 0 if on_cpu and phase else f.fetched[phase]) for phase in (0, 1))
+        assert shares.ns == pytest.approx(4 * 5000 * copies, rel=0.02)
+
+
 def test_more_memory_never_lowers_what_the_program_promises_and_it_is_near_the_replay():
     promised, took = [], []
     for share in (0.3, 0.5, 0.75, 1.1):

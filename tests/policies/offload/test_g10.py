@@ -173,6 +173,16 @@ def test_the_farthest_tier_comes_first_where_it_is_asked_for_and_its_links_have_
     assert [row[1] for row in chosen(late)] == [0]
 
 
+def test_what_a_tier_has_no_space_for_goes_on_to_the_next() -> None:
+    drawn = vitality([20, 20, 20, *[36] * 4, 20, 20, 20], (8, 0, 9), (8, 0, 9), capacity=20, levels=2)
+    for spare, levels in ((16, [0, 0]), (15, [0, 1])):
+        tiers = [drawn.levels[0]._replace(spare=spare), drawn.levels[1]]
+        schedule = Schedule(replace(drawn, levels=tiers), linked(1, 1), 1.0, deep=False)
+        schedule.plan(())
+        assert sorted(row[1] for row in chosen(schedule)) == levels
+        assert schedule.excess_bytes == 0
+
+
 # ---- whole runs ----------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from sim.conformance import check_policy
 from sim.errors import PolicyError
 from sim.experiment import simulate
 from sim.policies.offload.layer_offload import LayerOffload
+from sim.rewrites.codecs import elements
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import machine
@@ -77,9 +78,10 @@ def test_without_a_number_it_takes_the_fewest_layers_that_fit(run) -> None:
 
 def test_small_tensors_stay(run) -> None:
     trace = transformer("gpt2", batch=1, sequence=64)
-    done = run(trace, "layer_offload", layers=5, min_elements=64 * 768 + 1)
-    assert done.out
-    assert not any("attn.proj" in name for name in done.out)
+    every, large = (run(trace, "layer_offload", layers=5, min_elements=least).out for least in (1, 64 * 768 + 1))
+    count = {t.name: elements(t) for t in trace.tensors}
+    assert large.keys() == {name for name in every if count[name] > 64 * 768}
+    assert 0 < len(large) < len(every)
 
 
 def test_it_keeps_the_law_where_small_tensors_are_offloaded_too(tmp_path) -> None:

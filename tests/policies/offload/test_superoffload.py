@@ -95,6 +95,19 @@ def test_of_the_numbers_tried_the_fastest_that_fits_is_taken(run) -> None:
     assert tight.peak <= least
 
 
+def test_where_the_cpu_is_slow_more_layers_are_updated_on_the_device(run) -> None:
+    on = machine(rate=100 * 10**9, cpu_rate=10**7)
+    every, some = (run(tiny(), "superoffload", on=on, on_device=n).time for n in (0, 4))
+    assert run(tiny(), "superoffload", on=on).time <= some < every
+
+
+def test_an_update_begins_when_the_gradients_of_so_many_further_layers_are_complete(run) -> None:
+    on = machine(rate=100 * 10**9, cpu_rate=10**12)
+    begins = [updates(run(tiny(), "superoffload", on=on, on_device=0, lag=lag))["cpu"][0][0] for lag in (0, 1, 3)]
+    assert begins[0] < begins[1] < begins[2]
+    assert updates(run(tiny(), "superoffload", on=on, on_device=0))["cpu"][0][0] == begins[1]
+
+
 def test_on_a_superchip_it_is_faster_than_zero_offload_by_less_than_the_published_four_times() -> None:
     """The abstract: up to 2.5 times on average, and 4 times at most, over ZeRO-Offload on GH200."""
     options = {"batch": 4, "sequence": 512, "precision": "mixed_fp16", "attention": "flash"}

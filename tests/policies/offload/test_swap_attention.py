@@ -65,6 +65,14 @@ def test_what_attention_saves_is_offloaded_in_every_layer_and_nothing_else(run) 
     assert not any(".attn.core" in name for name in other.out)
 
 
+def test_small_tensors_stay(run) -> None:
+    trace = transformer("gpt2", batch=1, sequence=64)
+    every, large = (run(trace, "swap_attention", min_bytes=least).out for least in (1, 64 * 768 * 4))
+    size = {t.name: t.bytes for t in trace.tensors}
+    assert large.keys() == {name for name in every if size[name] >= 64 * 768 * 4}
+    assert 0 < len(large) < len(every)
+
+
 def test_it_keeps_the_law_where_every_module_is_named(tmp_path) -> None:
     policy = SwapAttention(modules=("*",), min_bytes=1)
     report = check_policy(policy, examples=12, folder=tmp_path, across_processes=False)

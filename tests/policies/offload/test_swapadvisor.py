@@ -79,6 +79,12 @@ def test_the_tensor_whose_next_use_is_farthest_leaves_and_returns_as_early_as_it
     assert done.moves == [("d2h", "y1", 20, 24), ("h2d", "y1", 44, 48)]
 
 
+def test_a_tensor_leaves_after_its_latest_use_and_not_when_its_buffer_is_wanted(run) -> None:
+    # making y2 evicts y0, which is read last and has been idle while y1 was made
+    done = run(accesses([1, 2, 0]), "swapadvisor", 9, generations=0)
+    assert done.moves == [("d2h", "y0", 10, 14), ("h2d", "y0", 40, 44)]
+
+
 def test_what_the_host_has_a_copy_of_leaves_without_another(run) -> None:
     # two buffers: y1 leaves for y2, returns as soon as the first read of y0 has ended, and leaves again for y2
     done = run(accesses([0, 1, 0, 2, 0, 1]), "swapadvisor", 9, generations=0)
