@@ -48,8 +48,9 @@ class Sentinel(Policy):
         are powers of two. What begins in the slow tier, as it does not fit, is what is needed last. Under pressure that
         the intervals do not foresee, what is needed last is moved out, where the GPU's variant has page faults. What
         other engines or devices use stays. Slower than `swap_all` where weights or optimizer states are what is needed
-        last, and so leave: they return an interval ahead of the update or the end, which takes less time than their
-        copies.
+        last, and so leave, to return an interval ahead of the update or the end, which takes less time than their
+        copies; and where layers are few and long, since tensors leave at the end of their interval and return with the
+        next one's beginning, hottest first, as in a U-Net (32 % on `gh200` with 60 % of the memory).
 
     interval: layers per interval; None: found by trial.
     late: `wait`, `go_on`, or `trial` for the better of both.
