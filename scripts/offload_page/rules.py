@@ -28,8 +28,6 @@ RULES = {
     " instead of each tensor's times",
     "swapadvisor": "buffers of fixed size classes, and a search that ends; in return it chooses order, allocation and"
     " copies together",
-    "autoswap": "absences are ranked by their duration and not by their bytes, as in the public code, so that small"
-    " tensors leave, too, each at a copy's fixed time",
     "modnn": "what is away longest leaves, which need not be what costs least, and copies queue; sub-batches run every"
     " op once for each part, with its launch: it goes below the memory of a single batch",
     "flashneuron": "all that leaves goes to drives, which are slower than the link to the host; in return the host's"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from sim.declared import Size
@@ -17,6 +18,8 @@ from sim.units import to_bytes
 
 LIMITS = 16
 """Limits that are tried without overhead, beside the one that is asked for: parts of the load with all resident."""
+SMALLEST = 1 << 20
+"""Bytes of the smallest block that the published code swaps."""
 STATES = ("gradients", "optimizer_state", "weights")
 
 
@@ -38,16 +41,16 @@ class AutoSwap(Policy):
         SINGA).
     Bounds: `no_overhead` takes the time of unlimited memory where copies of both directions do not slow each other;
         `limit` keeps to the limit where the candidates suffice. O(candidates x (candidates + ops)), without overhead
-        for each of 17 limits at most. Slower than `swap_all` where those that cross the highest load do not suffice, or
-        where a score takes absences that are too short first, as `wdoa` and `swdoa` do, or small tensors, each at a
-        copy's fixed time, as `doa` does. Slower than a policy for weights and states beside activations, as `g10`,
-        where the link is never idle: these leave before there are activations, and return when no activation is left.
+        34 times at most. Slower than `swap_all` where the absences that cross the highest load do not suffice, or where
+        a score takes those first that are too short, as `wdoa` and `swdoa` do. Slower than a policy for weights and
+        states beside activations, as `g10`, where the link is never idle: these leave before there are activations, and
+        return when no activation is left.
     Headline: up to 34.2 % less memory without overhead, on nets, batches and a card that the abstract does not name.
         Here, on `p100` with 32 images: Inception-v4 28.9 %, ResNet-50 22.7 %, VGG-16 22.6 % (12.5 % if its weights and
         their gradients stay). What binds is the link, which copies for the time of forward alone: no plan that begins
         with its weights on the device saves more than 30, 25 and 25 %; where convolutions run at half of the peak, or
         copies at 25 GB/s, ResNet-50 saves 31 or 43 %. The rest goes to tensors that are still on their way at the
-        peak, for they leave whole: an annealed choice among the same absences saves 29.0, 23.8 and 23.7. What binds
+        peak, for they leave whole: an annealed choice among the same absences saves 29.0, 23.8 and 23.7 %. What binds
         VGG-16 is a second peak, at the backward op of its second convolution. On the nets of the authors' public
         training script (CIFAR-10, batches of 100) ResNet saves 16 % where an op takes 6 us besides its work and 37 %
         where it takes 60, VGG 18 and 27 %.
@@ -56,16 +59,18 @@ class AutoSwap(Policy):
         writes has no buffer of ops behind it. The published code subtracts the copy out twice in `doa`, and sums `wdoa`
         over the wrong counter; here as the paper says. Without overhead, an absence that is too short for both copies
         stays; limits from the load itself down are tried until one is kept, and the lowest load is taken, where the
-        published code plans for one. A sum of the scores, whose weights it finds by Bayesian optimisation, is left out:
-        on ResNet-50 and GPT-2, at three limits each, the best of 60 weightings was 1.3 % faster than the best score at
-        most, and saved nothing more without overhead. Its other half is the policy `smartpool`. Tensors beyond the
-        host's capacity go on to the tier behind it.
+        published code plans for one. Tensors of less than 1 MiB, which it never swaps, leave where the others do not
+        suffice. A sum of the scores, whose weights it finds by Bayesian optimisation, is left out: of 60 weightings the
+        best was 1.3 % faster than the best score at most (ResNet-50 and GPT-2, three limits each), and without overhead
+        saved a point more at most (six nets). Its other half is the policy `smartpool`. Tensors beyond the host's
+        capacity go on to the tier behind it.
 
     score: by which candidates are ranked: one of the four, or `vote` for the sum of the ranks under `doa`, `aoa` and
         `wdoa`.
     mode: what is done where copies that would cost no time exceed the limit.
     limit: bytes that are to be resident at most; None: the budget.
-    least: bytes of the smallest tensor that is swapped.
+    least: bytes of the smallest tensor that is swapped; None: 1 MiB, as published, or 0 where the rest does not suffice
+        for the limit.
     variables: `activations`, what forward and backward produce for each other; `all`, as published: weights,
         gradients and optimizer states too.
     Notes of the plan: `load_bytes`, the highest load with all that is chosen away, without overhead that with copies.
@@ -87,7 +92,7 @@ class AutoSwap(Policy):
     score: Literal["doa", "aoa", "wdoa", "swdoa", "vote"] = "doa"
     mode: Literal["limit", "no_overhead"] = "limit"
     limit: Size | None = None
-    least: Size = 0
+    least: Size | None = None
     variables: Literal["activations", "all"] = "activations"
 
     def __post_init__(self) -> None:
@@ -114,14 +119,17 @@ class AutoSwap(Policy):
 
     def _within(self, curve: Curve, limit: int) -> tuple[list[Trip], int]:
         """The trips that keep to a limit, and the highest load with all that is chosen away."""
-        chosen, after = choose(curve, limit, self.score, to_bytes(self.least))
+        for least in self._sizes():
+            chosen, after = choose(curve, limit, self.score, least)
+            if after <= limit:
+                break
         return scheduled(curve, chosen, limit), after
 
     def _without_overhead(self, curve: Curve, limit: int) -> tuple[list[Trip], int]:
         """The trips that leave the lowest load, for a limit that is lowered until that is within the one asked for."""
-        best, lowest, least = list[Trip](), int(curve.load.max(initial=0)), to_bytes(self.least)
+        best, lowest = list[Trip](), int(curve.load.max(initial=0))
         limits = {lowest * part // LIMITS for part in range(LIMITS)} | {limit}
-        for asked in sorted(limits, reverse=True):
+        for asked, least in product(sorted(limits, reverse=True), self._sizes()):
             if lowest <= limit:
                 break
             trips = scheduled(curve, choose(curve, asked, self.score, least)[0], None)
@@ -129,3 +137,7 @@ class AutoSwap(Policy):
             if after < lowest:
                 best, lowest = trips, after
         return best, lowest
+
+    def _sizes(self) -> tuple[int, ...]:
+        """What is tried as the size of the smallest tensor that leaves."""
+        return (SMALLEST, 0) if self.least is None else (to_bytes(self.least),)
