@@ -314,6 +314,16 @@ def test_where_the_links_have_too_little_time_a_plan_that_does_not_count_it_is_f
     assert done.end <= untimed < timed
 
 
+@pytest.mark.parametrize("seed", [35, 63])
+def test_a_timeline_on_which_not_all_fits_is_stretched_further(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, on, budget = random_net(seed)
+    ends = []
+    for stretches in (g10.STRETCHES, 1):
+        monkeypatch.setattr(g10, "STRETCHES", stretches)
+        ends.append(simulate(trace, on.with_budget(budget), "g10").log.end)
+    assert ends[0] < ends[1]
+
+
 @pytest.mark.parametrize("share", [0.85, 0.7])
 def test_on_a_convolution_net_copies_hide(share: float) -> None:
     trace, on = cnn("vgg-16", batch=32), load_profile("p100")
