@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from sim.arguments import explained
+from sim.collecting import uncollected
 from sim.errors import LayoutError, UnitError, near
 from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
@@ -286,7 +287,17 @@ def lay_out(
 
     Raises LayoutError naming the key at fault and the nearest valid value.
     """
-    layout = to_layout(parallel)
+    with uncollected():
+        return _laid_out(trace, platform, to_layout(parallel), overrides, kernels)
+
+
+def _laid_out(
+    trace: Trace,
+    platform: Platform | str | os.PathLike[str],
+    layout: Layout,
+    overrides: Mapping[str, str] | None,
+    kernels: Callable[[Trace], Trace] | None,
+) -> tuple[Trace, Platform]:
     machine = platform if isinstance(platform, Platform) else load_profile(platform, overrides=overrides)
     if layout.is_trivial:
         return trace if kernels is None else kernels(trace), machine

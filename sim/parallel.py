@@ -6,7 +6,6 @@ the caller's own objects. A policy that cannot be pickled, or that another proce
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sim.collecting import uncollected
 from sim.experiment import reference_for
 from sim.limits import usually_limited
 from sim.policies import admit_source, executed_source, is_shipped, load, policy_files
@@ -97,13 +97,8 @@ class Bench:
                 policy = load(given, **parameters)
         except Exception as error:
             return {"why": _line(error)}
-        was_on = gc.isenabled()
-        gc.disable()  # as in a sweep's cell: a replay makes many objects, most of which its last reference frees
-        try:
+        with uncollected():
             found = answer(label, policy, setting)
-        finally:
-            if was_on:
-                gc.enable()
         try:
             data = _packed(found, setting, policy)
         except Exception as error:

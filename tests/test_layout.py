@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import fields, replace
 
 import pytest
@@ -348,3 +350,10 @@ def test_a_value_of_any_kind_is_taken_or_refused_by_key(key):
                 Layout(**table)
         else:
             assert type(getattr(layout, key)) in (plain, tuple, str)
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 3}], ids=["right", "refused"])
+def test_cycles_of_garbage_are_searched_for_afterwards(layout: dict[str, int]) -> None:
+    with suppress(LayoutError):
+        lay_out(transformer("gpt2", batch=2, sequence=8), "a100_80_sxm", layout)
+    assert gc.isenabled()

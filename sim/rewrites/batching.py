@@ -185,6 +185,7 @@ class _Split:
         self.slices: dict[int, list[int]] = {}
         self.storages: dict[int, list[int]] = {}  # of a view among them, what its slices are views of
         self.exchanged: dict[int, int] = {}
+        self.shares: dict[int, dict[str, Any]] = {}
 
     def run(self) -> tuple[Trace, list[tuple[int, int]]]:
         """The new trace, and `which`."""
@@ -323,7 +324,10 @@ class _Split:
         by_expert = self.experts is not None and op.id in self.experts.ops
         names = {"name": f"{op.name}.mb{k}", "group": f"{op.group}.mb{k}" if op.group else ""}
         first, stop, members = self.first(k), self.first(k) + 1, 1 if by_expert else self.members
-        share = share_of_op(self.trace, op, first * members, self.total * members, self.rows)
+        n = self.total * members
+        if op.id not in self.shares:  # all but the FLOPs is the same for each
+            self.shares[op.id] = share_of_op(self.trace, op, first * members, n, self.rows)
+        share = {**self.shares[op.id], "flops": slice_of(op.flops, first * members, first * members + 1, n)}
         stands_for: Expr = self._of_group(op.id, first, stop)
         if by_expert:
             assert self.experts is not None

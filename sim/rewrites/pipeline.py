@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from sim.errors import TraceError
 from sim.rewrites.batching import batched, split_batch_ops
 from sim.rewrites.rewriter import Rewriter
@@ -280,16 +282,17 @@ class _Stages:
         self.trace, self.stage, self.order, self.device, self.stages = trace, stage, order, device, stages
         self.new = Rewriter(trace, {"stages": stages})
         self.ids = self.new.all_tensors()
-        self.tensors = list(trace.tensors)
+        self.copy = self.new.copier()
+        self.replaces = trace.tensor_columns.replaces.tolist()
         self.home = [stage[p] if p >= 0 else -1 for p in trace.producer.tolist()]
-        self.wanted_by: list[set[int]] = [set() for _ in self.tensors]
+        self.wanted_by: list[set[int]] = [set() for _ in self.home]
         position = {op: i for i, op in enumerate(op for _, ops in order for op in ops)}
-        for t in self.tensors:
-            readers = sorted(trace.readers(t.id), key=position.__getitem__)
-            if self.home[t.id] < 0 and readers:
-                early = [op for op in trace.readers(t.id) if trace.op_columns.phase[op] < 2]
-                self.home[t.id] = stage[early[0]] if early else stage[readers[0]]
-            self.wanted_by[t.id] = {stage[op] for op in readers} - {self.home[t.id]}
+        for t, home in enumerate(self.home):
+            readers = trace.readers(t)
+            if home < 0 and readers:
+                early = [op for op in readers if trace.op_columns.phase[op] < 2]
+                self.home[t] = stage[early[0]] if early else stage[min(readers, key=position.__getitem__)]
+            self.wanted_by[t] = {stage[op] for op in readers} - {self.home[t]}
         self.received: dict[tuple[int, int], int] = {}
         for each in versions:
             self._reuse(each, position)
@@ -306,14 +309,13 @@ class _Stages:
 
     def build(self) -> Trace:
         trace, role = self.trace, self.trace.tensor_columns.role
-        for old in self.tensors:
-            if trace.producer[old.id] >= 0:
+        for old in np.flatnonzero(trace.producer < 0).tolist():
+            if role[old] in PERSISTENT:
+                self.send(old, "forward")
                 continue
-            if role[old.id] in PERSISTENT:
-                self.send(old.id, "forward")
-                continue
-            for s in sorted(self.wanted_by[old.id]):
-                self.received[old.id, s] = self.new.tensor(old, name=f"{old.name}.stage{s}")
+            for s in sorted(self.wanted_by[old]):
+                tensor = trace.tensors[old]
+                self.received[old, s] = self.new.tensor(tensor, name=f"{tensor.name}.stage{s}")
         ahead: list[deque[tuple[list[int], str]]] = [deque() for _ in range(self.stages)]
         for (q, unit, _), ops in self.order:
             ahead[self.device[q]].append((ops, "backward" if unit == "weight" else unit))
@@ -331,28 +333,27 @@ class _Stages:
         return self.new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
 
     def add(self, op: int, s: int, phase: str) -> None:
-        view = self.trace.ops[op]
-        reads = [self.received.get((t, s), self.ids[t]) for t in view.reads]
-        for t in view.writes:
-            old = self.tensors[t].replaces
-            if old is not None and (old, s) in self.received:
-                self.new.builder.take_over(self.ids[t], self.received[old, s])
-        self.new.op(view, reads=reads, writes=[self.ids[t] for t in view.writes], device=s)
-        for t in view.writes:
-            self.send(t, phase)
+        ids, received, writes = self.ids, self.received, self.trace.writes(op)
+        reads = [received.get((t, s), ids[t]) for t in self.trace.reads(op)]
+        for t in writes:
+            if (old := (self.replaces[t], s)) in received:
+                self.new.builder.take_over(ids[t], received[old])
+        self.copy(op, reads, [ids[t] for t in writes], s)
+        for t in writes:
+            if self.wanted_by[t]:
+                self.send(t, phase)
 
     def send(self, t: int, phase: str) -> None:
-        name = self.tensors[t].name
+        name, layer = self.trace.tensor_columns.name[t], int(self.trace.tensor_columns.layer[t])
         for s in sorted(self.wanted_by[t]):
-            fields = {"phase": phase, "layer": self.tensors[t].layer, "group": f"{name}.to{s}"}
+            fields = {"phase": phase, "layer": layer, "group": f"{name}.to{s}"}
             self.new.glue(f"{name}.send{s}", "send", [self.ids[t]], [], device=self.home[t], **fields)
 
     def receive(self, t: int, s: int, phase: str) -> None:
         if self.home[t] == s or (t, s) in self.received:
             return
-        name = self.tensors[t].name
-        self.received[t, s] = self.new.tensor(
-            self.tensors[t], Same(t), name=f"{name}.stage{s}", replaces=None, saved_for=self.tensors[t].saved_for
-        )
-        fields = {"phase": phase, "layer": self.tensors[t].layer, "group": f"{name}.to{s}"}
+        tensor = self.trace.tensors[t]
+        name = tensor.name
+        self.received[t, s] = self.new.tensor(tensor, Same(t), name=f"{name}.stage{s}", replaces=None)
+        fields = {"phase": phase, "layer": tensor.layer, "group": f"{name}.to{s}"}
         self.new.glue(f"{name}.recv{s}", "recv", [], [self.received[t, s]], device=s, **fields)

@@ -5,7 +5,7 @@ The new trace has the release points of the old one; `sim.rewrites.holding` find
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ class Rewriter:
     def __init__(self, trace: Trace, meta: Mapping[str, Any] | None = None) -> None:
         self.trace = trace
         self.builder = TraceBuilder({**trace.meta, **(meta or {})})
+        self.old_ops = first_same(len(trace.op_columns.name))
         self._tensors: list[Expr] = []
         self._ops: list[Expr] = []
 
@@ -56,8 +57,18 @@ class Rewriter:
         stands_for: what the new one stands for; by default the old op itself.
         changes: fields that differ; `reads` and `writes` must be given, as new ids.
         """
-        self._ops.append(Same(like.id) if stands_for is None else stands_for)
+        self._ops.append(self.old_ops[like.id] if stands_for is None else stands_for)
         return self.builder.copy_op(like, releases=(), **changes)
+
+    def copier(self) -> Callable[[int, Sequence[int], Sequence[int], int], int]:
+        """A function that adds a copy of an old op, given its id, with as many operands, by new ids, and a device."""
+        append, same, stand_for = self.builder.copier(self.trace.op_columns), self.old_ops, self._ops.append
+
+        def copy(op: int, reads: Sequence[int], writes: Sequence[int], device: int) -> int:
+            stand_for(same[op])
+            return append(op, reads, writes, device)
+
+        return copy
 
     def glue(self, name: str, kind: str, reads: Sequence[int], writes: Sequence[int], **fields: Any) -> int:
         """Add an op that computes nothing of the old trace. Returns its id."""

@@ -24,6 +24,7 @@ from typing import Any
 from sim.analysis.figure import Reference
 from sim.analysis.peak_memory import home_peak
 from sim.analysis.summary import summarize
+from sim.collecting import uncollected
 from sim.errors import (
     Deadlock,
     IllegalPlan,
@@ -80,19 +81,15 @@ class Bench:
 
     def run(self, task: Task) -> Outcome:
         """`row`, the same in every run, and `ran`, which varies: `wall_s`, `plan_s`, a traceback."""
-        was_on = gc.isenabled()
-        gc.disable()  # a replay makes many objects, most of which are freed with their last reference
         began = time.perf_counter()
         limit = None if task.get("time_limit_s") else CELL_SECONDS  # whoever runs the process keeps a study's own
         try:
-            with limited(limit, more="time_limit in the study allows more"):
+            with uncollected(), limited(limit, more="time_limit in the study allows more"):
                 row, ran = self._answer(task)
             row = _plain(row)
         except TooLong as error:
             row, ran = {"status": "timed_out", "fits": None, "error": str(error)}, {"time_limit_s": limit}
         finally:
-            if was_on:
-                gc.enable()
             if self._ops >= COLLECT_EVERY:
                 self._ops = 0
                 gc.collect()

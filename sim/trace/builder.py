@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from sim.trace.origin import Origin
 
 Ints = NDArray[np.int64]
+COPIED = (
+    *("name", "kind", "reads", "writes", "phase", "layer", "flops", "bytes", "workspace", "device", "engine"),
+    *("priority", "group", "random", "duration", "dtype", "alternatives", "splits", "releases"),
+    *("function", "ring", "counted"),
+)
+_copied = attrgetter(*COPIED)
 
 
 @dataclass
@@ -244,14 +251,39 @@ class TraceBuilder:
 
         Where `flops` change, `counted` changes in proportion, unless it is given. `unbinds` are not copied.
         """
-        names = ("kind", "reads", "writes", "phase", "layer", "flops", "bytes", "workspace", "device", "engine")
-        more = ("priority", "group", "random", "duration", "dtype", "alternatives", "splits", "releases")
-        fields = {name: getattr(op, name) for name in (*names, *more, "function", "ring", "counted")}
+        fields = dict(zip(COPIED, _copied(op)))
         if op.counted is not None and op.flops and "flops" in changes:
             fields["counted"] = -(-op.counted * int(changes["flops"]) // op.flops)
         if all(len(changes.get(key, getattr(op, key))) == len(getattr(op, key)) for key in ("reads", "writes")):
             fields["views"] = op.views
-        return self.op(changes.pop("name", op.name), **{**fields, **changes})
+        fields.update(changes)
+        return self.op(**fields)
+
+    def copier(self, ops: OpColumns) -> Callable[[int, Sequence[int], Sequence[int], int], int]:
+        """A function that appends a copy of one of many ops, given its id, with as many other operands, and a device.
+
+        `releases` and `unbinds` are not copied.
+        """
+        numbers = (getattr(ops, key).tolist() for key in ("kind", "phase", "layer", "flops", "bytes", "workspace"))
+        before = list(zip(ops.name, ops.dtype, *numbers))
+        after = list(zip(*(getattr(ops, key).tolist() for key in ("priority", "duration", "random"))))
+        keys = ("engine", "group", "alternatives", "splits", "function", "ring", "counted", "views")
+        sparse = [(self._sparse[key], getattr(ops, key)) for key in keys if getattr(ops, key)]
+
+        def copy(op: int, reads: Sequence[int], writes: Sequence[int], device: int) -> int:
+            row = len(self._ops["name"])
+            for add, value in zip(self._add_op, (*before[op], device, *after[op])):
+                add(value)
+            self._reads.extend(reads)
+            self._writes.extend(writes)
+            self._read_start.append(len(self._reads))
+            self._write_start.append(len(self._writes))
+            for own, theirs in sparse:
+                if op in theirs:
+                    own[row] = theirs[op]
+            return row
+
+        return copy
 
     def build(
         self,

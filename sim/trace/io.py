@@ -20,7 +20,6 @@ allocated.
 
 from __future__ import annotations
 
-import gc
 import gzip
 import json
 import os
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sim.arguments import explained
+from sim.collecting import uncollected
 from sim.errors import TraceError, near
 from sim.regular_files import check_replaceable
 from sim.trace.graph import Trace
@@ -223,17 +223,13 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Trace:
     reader = _Reader(str(path))
     with open(path, "rb") as raw:
         plain: IO[bytes] = gzip.GzipFile(fileobj=raw) if str(path).endswith(".gz") else raw  # type: ignore[assignment]
-        collecting = gc.isenabled()
-        gc.disable()  # nothing created here is cyclic, and the search for cycles would take half the time
         try:
-            for block in _read_blocks(plain, reader, max_bytes):
-                reader.take(block)
-            return reader.trace()
+            with uncollected():  # a search for cycles, of which there are none, would take half the time
+                for block in _read_blocks(plain, reader, max_bytes):
+                    reader.take(block)
+                return reader.trace()
         except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
             raise reader.error(f"the compressed data is damaged or truncated ({problem})") from None
-        finally:
-            if collecting:
-                gc.enable()
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:

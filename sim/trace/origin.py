@@ -146,8 +146,12 @@ def map_leaves(expr: Expr, change: Callable[[Same], Expr]) -> Expr:
         return change(expr)
     if isinstance(expr, Part | Microbatch | Along | Slots | Rowwise):
         inner = map_leaves(expr.of, change)
+        if inner is expr.of:
+            return expr
         if isinstance(inner, Glue):
             return inner  # a part of what computes nothing of the base
+        if isinstance(expr, Part | Microbatch):
+            return type(expr)(inner, expr.first, expr.stop, expr.count)
         return _of_slots(inner, expr) if isinstance(expr, Slots) else replace(expr, of=inner)
     if isinstance(expr, Packed):
         return Packed(tuple(None if part is None else map_leaves(part, change) for part in expr.parts))

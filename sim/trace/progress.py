@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sim.trace.columns import Graph
 
@@ -58,17 +62,19 @@ def blocked(trace: Graph) -> list[tuple[int, int, int, int]]:
     order: list[list[int]] = [[] for _ in range(trace.devices)]
     for op in range(len(c.name)):
         order[device[op]].append(op)
+    reads, writes = _lists(c.read_start, c.read_ids), _lists(c.write_start, c.write_ids)
+    replaces = trace.tensor_columns.replaces.tolist()
     position = [0] * trace.devices
     started = [False] * len(c.name)
 
     def awaited(op: int) -> tuple[int, int] | None:
         """(tensor, op that produces or reads it) for the first op that must end before `op` starts and has not."""
-        for t in trace.reads(op):
+        for t in reads[op]:
             p = producer[t]
             if p >= 0 and (not started[p] or missing.get(c.group.get(p, ""))):
                 return t, p
-        for t in trace.writes(op):
-            old = int(trace.tensor_columns.replaces[t])
+        for t in writes[op]:
+            old = replaces[t]
             for other in () if old < 0 else (producer[old], *trace.readers(old)):
                 if 0 <= other < op and missing.get(
                     c.group.get(other, "")
@@ -95,6 +101,12 @@ def blocked(trace: Graph) -> list[tuple[int, int, int, int]]:
         chain[stuck] = op, tensor, other, member
         stuck = device[member]
     return list(chain.values())[list(chain).index(stuck) :] if chain else []
+
+
+def _lists(start: NDArray[np.int64], ids: NDArray[np.int32]) -> list[list[int]]:
+    """Per op the ids of its tensors."""
+    ends, every = start.tolist(), ids.tolist()
+    return [every[a:b] for a, b in pairwise(ends)]
 
 
 def _join(known: list[int], more: list[int] | None) -> None:
