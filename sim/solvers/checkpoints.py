@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,12 +148,18 @@ def _up_to(index: TraceIndex, region: Region, first: int) -> list[int]:
 
     A layer's backward ops are those of all its microbatches; their gradients meet in those of weights alone.
     """
-    flow = {t for t in index.reads[first] if is_passing(index, t)}
-    own = [first]
-    for op in sorted((op for op in region.backward if op < first), reverse=True):
-        if not flow.isdisjoint(index.reads[op]) or not flow.isdisjoint(index.writes[op]):
-            own.append(op)
-            flow.update(t for t in index.reads[op] if is_passing(index, t))
+    own, flow, waiting = list[int](), set[int](), [-first]  # the last one first
+    while waiting:
+        op = -heappop(waiting)
+        if own and own[-1] == op:
+            continue
+        own.append(op)
+        for t in index.reads[op]:
+            if t not in flow and is_passing(index, t):
+                flow.add(t)
+                for other in (index.producer[t], *index.trace.readers(t)):
+                    if other < op and other in region.backward:
+                        heappush(waiting, -other)
     return own[::-1]
 
 
@@ -182,9 +189,9 @@ def cached_results(
     read_again = {t for rerun in reruns for op in rerun.ops for t in index.reads[op]}
     found: dict[int, int] = {}
     for region in regions:
-        made = {t for op in region.forward for t in index.writes[op]}
-        # a layer has such ops for every microbatch: its own read what it made
-        own = [op for op in region.backward if not made.isdisjoint(index.reads[op])]
+        # a layer has backward ops for every microbatch: its own read what it made
+        made = (t for op in region.forward for t in index.writes[op])
+        own = {reader for t in made for reader in index.trace.readers(t) if reader in region.backward}
         for op in region.forward:
             if own and op in keep:
                 held = {_version(index, t, max(own)) for t in index.writes[op]} - read_again

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
 from sim.plan import Action, Drop, Recompute
 from sim.trace.index import OverwriteTracker, TraceIndex
 from sim.trace.liveness import LiveSet
+from sim.trace.op import KIND_CODE
 
 __all__ = ["OverwriteTracker", "Reruns", "Schedule", "Step", "TraceIndex", "backward_slice", "schedule_of"]
 
+COLLECTIVE = KIND_CODE["collective"]
 NEVER, READ, PRODUCED = 0, 1, 2
 """What happens next to a tensor: nothing, a read, or a run of its producer."""
 
@@ -254,19 +257,18 @@ def _meeting(index: TraceIndex, reruns: dict[int, list[int]]) -> dict[int, list[
     group = index.trace.op_columns.group
     if not group or not any(op in group for ops in reruns.values() for op in ops):
         return reruns
-    order: dict[int, list[str]] = {}
+    kind, order = index.trace.op_columns.kind, dict[int, list[str]]()
     members: dict[str, set[int]] = {}
     for op, name in group.items():
         members.setdefault(name, set()).add(index.device[op])
     for op in range(len(index.reads)):
         for one in (*reruns.get(op, ()), op):
-            if one in group and index.trace.ops[one].kind == "collective":
+            if one in group and kind[one] == COLLECTIVE:
                 order.setdefault(index.device[one], []).append(group[one])
-    for a in order:
-        for b in order:
-            shared = [[name for name in order[d] if {a, b} <= members[name]] for d in (a, b)]
-            if shared[0] != shared[1]:
-                return {anchor: [op for op in ops if op not in group] for anchor, ops in reruns.items()}
+    for a, b in combinations(order, 2):
+        shared = [[name for name in order[d] if a in members[name] and b in members[name]] for d in (a, b)]
+        if shared[0] != shared[1]:
+            return {anchor: [op for op in ops if op not in group] for anchor, ops in reruns.items()}
     return reruns
 
 

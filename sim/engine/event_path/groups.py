@@ -11,7 +11,7 @@ from sim.engine.event_path.links import Job, Links
 from sim.engine.event_path.state import State, Work
 from sim.errors import IllegalPlan
 from sim.hardware.platform import rank_link, shared_link
-from sim.trace.op import Op, Ring
+from sim.trace.op import Ring
 
 COLLECTIVE_CHUNK = 4 << 20
 """Bytes of a collective between two points where one of higher priority may go first; 4 MB is the
@@ -31,6 +31,7 @@ class Groups:
         self._links = links
         self._op_end = op_end
         self._tiers = state.space.names
+        self._link_of = {link.name: i for i, link in enumerate(state.platform.links)}
         self._runs: dict[int, int] = {}
         self._meeting: dict[tuple[str, int], list[Work]] = {}
 
@@ -57,10 +58,10 @@ class Groups:
     def _start(self, members: list[Work]) -> None:
         """All members are there: the bytes that they exchange queue for the links of their route."""
         prepared, clock = self._prepared, self._clock
-        ops = [prepared.trace.ops[work.op] for work in members]
-        if ops[0].ring is not None:
-            self._among_ranks(members[0], ops[0], ops[0].ring)
+        if (ring := prepared.trace.op_columns.ring.get(members[0].op)) is not None:
+            self._among_ranks(members[0], ring)
             return
+        ops = [prepared.trace.ops[work.op] for work in members]
         if {op.kind for op in ops} == {"send", "recv"}:
             hops, payload = self._pair(members)
             chunk = 0
@@ -74,18 +75,18 @@ class Groups:
         else:  # they share a tier: nothing to move
             clock.at(clock.now, ENDS + members[0].op, lambda _: self._end_at_once(members))
 
-    def _among_ranks(self, member: Work, op: Op, ring: Ring) -> None:
+    def _among_ranks(self, member: Work, ring: Ring) -> None:
         """The own part of a collective among symmetric ranks: its bytes on the link that stands for their network."""
-        name = rank_link(ring.axis, member.device)
-        names = [link.name for link in self._platform.links]
-        if name not in names:
-            raise IllegalPlan(f"op {op.name!r}: {self._platform.name} has no network among ranks; lay it out for them")
-        payload = int(self._prepared.trace.touched[member.op])
-        route = [names.index(name)]
-        if ring.axis != "tensor" and (shared := shared_link(member.device)) in names:
-            route.append(names.index(shared))
+        trace, link_of = self._prepared.trace, self._link_of
+        if (name := rank_link(ring.axis, member.device)) not in link_of:
+            op = trace.op_columns.name[member.op]
+            raise IllegalPlan(f"op {op!r}: {self._platform.name} has no network among ranks; lay it out for them")
+        route = [link_of[name]]
+        if ring.axis != "tensor" and (shared := shared_link(member.device)) in link_of:
+            route.append(link_of[shared])
+        payload = int(trace.touched[member.op])
         job = GroupJob(self._end, [member], tuple(route), payload, COLLECTIVE_CHUNK, ring.passes)
-        self._links.submit(job, op.priority, member.device)
+        self._links.submit(job, int(trace.op_columns.priority[member.op]), member.device)
 
     def _pair(self, members: list[Work]) -> tuple[list[tuple[str, str]], int]:
         """From where to where a send goes, and how many bytes."""
