@@ -220,7 +220,7 @@ def cached_casts(index: TraceIndex, regions: Sequence[Region]) -> dict[int, int]
     trained = _trained(index)
     for region, last in _forward_ends(index, regions):
         for op in region.forward:
-            if _casts_weights(index, op) and trained[index.reads[op]].all():
+            if _casts_weights(index, op) and trained[list(index.reads[op])].all():
                 held.update(dict.fromkeys(index.writes[op], last))
     return held
 

@@ -285,6 +285,19 @@ def test_autocast_keeps_its_copies_of_weights_until_the_forward_ends(run):
     assert 0 < cached - dropped <= 24 * 12_600_000 * 2
 
 
+def test_a_copy_of_two_weights_is_one_of_autocasts(run):
+    b = TraceBuilder()
+    weights = [b.tensor(name, 4, "weight") for name in ("w", "v")]
+    x, copy, y, z = (b.tensor(name, 8, role) for name, role in zip("xcyz", ("input", *["activation"] * 3)))
+    b.op("cast", "copy", reads=weights, writes=[copy], layer=0)
+    b.op("first", "matmul", reads=[x, copy], writes=[y], layer=0, flops=1)
+    b.op("second", "matmul", reads=[y], writes=[z], flops=1)
+    b.op(
+        "back", "matmul", reads=[z, y, copy], writes=[b.tensor("g", 8, "temporary")], layer=0, phase="backward", flops=1
+    )
+    assert "cast" in run(b.build(), "full_recompute").rerun
+
+
 def test_a_trace_without_layers_is_refused_naming_an_op(run):
     b = TraceBuilder()
     y = b.tensor("y", 1)
