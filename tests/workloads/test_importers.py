@@ -16,7 +16,7 @@ from sim.trace import Trace, TraceBuilder
 from tests.workloads.test_import_fuzz import DOCUMENTS, content
 from workloads import load_trace, uniform_chain
 from workloads.importers.any_format import FORMATS
-from workloads.importers.aten import flops_of
+from workloads.importers.aten import flops_of, results_of
 from workloads.importers.chrome import read_chrome
 from workloads.importers.dtr import read_dtr
 from workloads.importers.execution_trace import read_execution_trace
@@ -217,6 +217,69 @@ def test_a_small_product_is_an_op_and_the_copy_of_its_bias_writes_what_was_alloc
     assert trace.tensors[1].replaces is None
 
 
+def test_a_copy_of_a_bias_reads_no_other_storage_and_the_product_writes_what_it_has_filled(tmp_path: Path) -> None:
+    before = [call("aten::mul", 0, 5, **shapes([4, 8])), memory(1, 128, 1, 128)]
+    product = [call("aten::addmm", 10, 20, **shapes([8], [4, 16], [16, 8])), memory(11, 128, 2, 256)]
+    expanded = {**shapes([4, 8], [4, 8]), "Input Strides": [[8, 1], [0, 1]]}
+    trace = chrome(tmp_path, *before, *product, call("aten::copy_", 12, 15, **expanded))
+    copied, added = trace.ops[1:]
+    assert copied.reads == ()
+    assert added.reads == copied.writes
+    assert trace.tensors[added.writes[0]].replaces == copied.writes[0]
+
+
+def test_what_a_call_of_backward_allocates_before_its_calls_is_not_the_previous_ops(tmp_path: Path) -> None:
+    engine = call("autograd::engine::evaluate_function: AddmmBackward0", 0, 60)
+    product = [call("aten::mm", 1, 20, **shapes([4, 4], [4, 4])), memory(2, 64, 1, 64)]
+    total = [call("aten::sum", 30, 20, **shapes([4, 4])), memory(31, 16, 2, 80), call("aten::fill_", 32, 5)]
+    trace = chrome(tmp_path, engine, *product, *total)
+    assert [[trace.tensors[t].bytes for t in op.writes] for op in trace.ops if op.name[2:] == "aten::mm"] == [[64]]
+    assert {trace.tensors[t].bytes for op in trace.ops if op.name[2:] != "aten::mm" for t in op.writes} == {16}
+
+
+def test_what_is_written_in_place_keeps_its_role_and_is_not_what_is_released_then(tmp_path: Path) -> None:
+    made = [call("aten::mm", 0, 5, **shapes([4, 4])), memory(1, 64, 1, 64)]
+    added = [call("aten::mm", 10, 5, **shapes([4, 4])), memory(11, 64, 2, 128)]
+    trace = chrome(tmp_path, *made, *added, call("aten::add_", 20, 5, **shapes([4, 4], [4, 4])), memory(26, -64, 2, 64))
+    (result,) = trace.ops[2].writes
+    assert trace.tensors[result].replaces == trace.ops[0].writes[0]
+    assert trace.tensors[result].role == "activation"
+
+
+def test_gradients_are_what_autograd_stores_and_what_it_adds_to_them(tmp_path: Path) -> None:
+    events, time = [], 0
+    for address in (1, 2):
+        stored = "torch::autograd::AccumulateGrad"
+        engine = "autograd::engine::evaluate_function: "
+        events += [call(f"{engine}MmBackward0", time, 10), call("aten::mm", time + 1, 5, **shapes([4, 4]))]
+        events += [memory(time + 2, 64, address, 64 * address), memory(time + 3, 64, 10 + address, 0)]
+        events += [call(f"{engine}{stored}", time + 20, 9), call(stored, time + 21, 7, **shapes([4, 4]))]
+        events += [memory(time + 6, -64, 10 + address, 0)]  # what the product has written beside it
+        time += 100
+    events += [call("aten::add_", 122, 4, **shapes([4, 4], [4, 4])), memory(126, -64, 2, 64)]
+    trace = chrome(tmp_path, *events)
+    assert [t.role for t in trace.tensors] == ["gradient"] * 3
+    assert trace.ops[-1].reads == (1, 0)
+    assert trace.tensors[trace.ops[-1].writes[0]].replaces == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "values", "results"),
+    [
+        ("aten::convolution", [[2, 3, 9, 9], [8, 3, 3, 3]], ["[2, 2]", "[1, 1]", "[1, 1]", "False"], [(2, 8, 5, 5)]),
+        ("aten::convolution", [[2, 3, 9, 9], [8, 3, 3, 3]], ["[1, 1]", "[0, 0]", "[2, 2]", "False"], [(2, 8, 5, 5)]),
+        ("aten::convolution", [[2, 3, 9, 9], [3, 8, 3, 3]], ["[1, 1]", "[0, 0]", "[1, 1]", "True"], []),
+        ("aten::convolution", [[2, 3, 9, 9], [8, 3, 3, 3]], ["[0, 0]", "[0, 0]", "[1, 1]", "False"], []),
+        ("aten::convolution", [[2, 3, 9, 9], [8, 3, 3, 3]], ["nothing", "[0, 0]"], []),
+        ("aten::relu", [[2, 3]], [], []),
+    ],
+)
+def test_the_result_of_a_convolution_follows_from_its_arguments(
+    name: str, dims: Any, values: Any, results: Any
+) -> None:
+    assert results_of(name, dims, ["", "", "", *values]) == results
+
+
 def step(number: int, start: float, span: float) -> dict[str, Any]:
     return {**call(f"ProfilerStep#{number}", start, span), "cat": "user_annotation"}
 
@@ -274,6 +337,12 @@ def test_products_whose_flops_the_shapes_do_not_tell_are_noted(tmp_path: Path) -
         ("aten::_grouped_mm", [(4, 16, 32), (4, 32, 8)], 4 * 2 * 16 * 32 * 8),
         ("aten::addbmm", [(3, 5), (2, 3, 4), (2, 4, 5)], 2 * 2 * 3 * 4 * 5),
         ("aten::mv", [(3, 4), (4,)], 2 * 3 * 4),
+        (
+            "aten::mkldnn_rnn_layer",
+            [(5, 2, 3), (16, 3), (16, 4), (16,), (16,), (2, 4), (2, 4)],
+            2 * 5 * 2 * 16 * (3 + 4),
+        ),
+        ("aten::_cudnn_rnn_backward", [(5, 2, 3), (16, 3), (16, 4), (16,), (16,), (176,)], 4 * 5 * 2 * 16 * (3 + 4)),
         ("aten::addmv", [(3,), (3, 4), (4,)], 2 * 3 * 4),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", [(2, 3, 8, 16)] * 3, 4 * 2 * 3 * 8 * 8 * 16),
     ],
@@ -583,7 +652,7 @@ def test_what_comes_before_a_backward_pass_is_a_forward_pass_in_each_micro_batch
             one("aten::mm", "autograd::engine::evaluate_function: MmBackward0")
         one("aten::mul")
         one("aten::add_", "Optimizer.step#SGD.step")
-    step = ["forward", "backward"] * 2 + ["backward", "update"]
+    step = ["forward", "backward"] * 2 + ["update"] * 2
     trace = chrome(tmp_path, *events)
     assert [op.phase for op in trace.ops if op.name[0].isdigit()] == step * 2
     assert trace.meta["assumed"]["optimizer steps read as one iteration, since prof.step() marks none"] == 2

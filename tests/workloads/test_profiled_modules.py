@@ -275,8 +275,10 @@ def test_what_is_no_module_and_an_optimizer_without_state_are_refused(small, tmp
         load_trace(path, optimizer=net.optimizer)
     with pytest.raises(TraceError, match=r"optimizer: expected a torch\.optim\.Optimizer, not int"):
         load_trace(path, module=net.net, optimizer=3)
-    with pytest.raises(TraceError, match="no state for any parameter of the module: give it after a step"):
+    with pytest.raises(TraceError, match="no parameter of the module: give it with its own module"):
         load_trace(path, module=net.build(), optimizer=net.optimizer)
+    with pytest.raises(TraceError, match="no state for any parameter of the module: give it after a step"):
+        load_trace(path, module=net.net, optimizer=net.torch.optim.AdamW(net.net.parameters()))
     save_trace(load_trace(path), tmp_path / "mine.jsonl")
     with pytest.raises(TraceError, match=r"mine\.jsonl: module: only a profiler's Chrome JSON"):
         load_trace(tmp_path / "mine.jsonl", module=net.net)

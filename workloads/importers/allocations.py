@@ -65,6 +65,7 @@ class Allocations:
 
     parts: the sections of all units, in order.
     size: bytes of each storage.
+    released_ns: when each was released, for those that were.
     initial: storages that were there before the recording and are released in it.
     base: bytes of all others that were there before it.
     unrecorded: addresses that were allocated again without having been released.
@@ -72,6 +73,7 @@ class Allocations:
 
     parts: list[Part] = field(default_factory=list)
     size: dict[int, int] = field(default_factory=dict)
+    released_ns: dict[int, int] = field(default_factory=dict)
     initial: list[int] = field(default_factory=list)
     base: int = 0
     unrecorded: int = 0
@@ -100,6 +102,7 @@ class Allocations:
     def _take(self, event: Event, part: Part, address: dict[int, int]) -> Part:
         if event.bytes > 0 and event.address in address:
             self.unrecorded += 1
+            self.released_ns[address[event.address]] = event.time
             part.release(address.pop(event.address))
         if event.bytes > 0 and part.released:
             part = Part(part.unit, first=False)
@@ -113,5 +116,6 @@ class Allocations:
             if storage not in self.size:
                 self.size[storage] = -event.bytes
                 self.initial.append(storage)
+            self.released_ns[storage] = event.time
             part.release(storage)
         return part

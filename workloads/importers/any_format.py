@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from workloads.importers.optrace import FORMAT as OPTRACE
 from workloads.importers.optrace import read_optrace
 from workloads.importers.reading import MAX_BYTES, check_memory, read_bytes, read_packed, read_start
 from workloads.importers.streaming import Document, open_document
-from workloads.importers.weights import Weight, weights_of
+from workloads.importers.weights import KnownModule, known_module
 
 FORMATS = {
     "tiersim JSON lines": "sim.trace.io",
@@ -66,7 +66,7 @@ def load_trace(
     """
     if optimizer is not None and module is None:
         raise TraceError(f"{path}: optimizer: give its module, too")
-    weights = () if module is None else weights_of(module, optimizer)
+    known = None if module is None else known_module(module, optimizer)
     try:
         if not Path(path).exists() and rank_files(path):
             return read_chakra(path, max_bytes=max_bytes)
@@ -95,7 +95,7 @@ def load_trace(
     if re.match(rb'\{[^\n]*"INSTRUCTION"\s*:', start):
         _only_of_a_profile(path, step, module, "; this is a DTR log")
         return read_dtr(path, max_bytes=max_bytes)
-    return _from_json(path, start, max_bytes, step, module, weights)
+    return _from_json(path, start, max_bytes, step, known)
 
 
 def _only_of_a_profile(path: str | os.PathLike[str], step: int | None, module: Any, what: str) -> None:
@@ -107,7 +107,7 @@ def _only_of_a_profile(path: str | os.PathLike[str], step: int | None, module: A
 
 
 def _from_json(
-    path: str | os.PathLike[str], start: bytes, max_bytes: int, step: int | None, module: Any, weights: Sequence[Weight]
+    path: str | os.PathLike[str], start: bytes, max_bytes: int, step: int | None, known: KnownModule | None
 ) -> Trace:
     """A trace from one or more JSON documents in a file, recognised by their keys."""
     with open_document(path, max_bytes) as document:
@@ -118,8 +118,8 @@ def _from_json(
                 raise
             kind, rows = "chakra", ()
         if kind == "chrome":
-            return build_chrome(rows, str(path), step, weights)
-        _only_of_a_profile(path, step, module, f"; this is {kind}")
+            return build_chrome(rows, str(path), step, known)
+        _only_of_a_profile(path, step, known, f"; this is {kind}")
         if kind == "execution trace":
             return build_execution_trace(rows, document.about, str(path))
     if kind in NAMED:

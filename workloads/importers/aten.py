@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -79,6 +80,8 @@ def flops_of(name: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Seque
         return 2 * math.prod(matrix) if len(matrix) == 2 else 0
     if "grouped_mm" in base:
         return _grouped_product(*dims[:2])
+    if _RECURRENT.search(base):
+        return _recurrent(base, dims)
     if _CONVOLUTION.search(base):
         backward = "backward" in base
         shapes = [shape for shape in dims if len(shape) >= 3]
@@ -128,7 +131,46 @@ def executed_of(name: str, inputs: Sequence[Sequence[int]], flops: int, causal: 
     return executed(flops, inputs[first][-2], inputs[first + 1][-2], causal=True, tile=tile_of(name))
 
 
+CONVOLUTIONS = ("aten::convolution", "aten::_convolution")
+"""Ops that say all about a convolution, whichever kernel they call for it."""
+CONVOLUTION_BACKWARD = "aten::convolution_backward"
+
+
+def results_of(name: str, inputs: Sequence[Sequence[int]], values: Sequence[object]) -> list[tuple[int, ...]]:
+    """The shapes of the results of a convolution or its backward, from its arguments as recorded; [] where unknown."""
+    try:
+        if name == CONVOLUTION_BACKWARD:
+            wanted = json.loads(str(values[10]).lower())
+            return [tuple(shape) for shape, is_wanted in zip(inputs[1:3], wanted) if is_wanted]
+        stride, padding, dilation = (json.loads(str(values[i])) for i in (3, 4, 5))
+        x, weight = inputs[:2]
+        if name not in CONVOLUTIONS or str(values[6]).lower() != "false":
+            return []
+        sides = [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(x[2:], weight[2:], stride, padding, dilation, strict=True)
+        ]
+    except (ValueError, TypeError, IndexError, ZeroDivisionError):
+        return []
+    known = sides and all(type(side) is int and 0 < side < 1 << 40 for side in sides)
+    return [(x[0], weight[0], *sides)] if known else []
+
+
 _CONVOLUTION = re.compile(r"convolution|conv_?(transpose|depthwise)?[123]d")
+
+
+_RECURRENT = re.compile(r"mkldnn_rnn_layer|cudnn_rnn|miopen_rnn")
+
+
+def _recurrent(base: str, dims: Sequence[tuple[int, ...]]) -> int:
+    """FLOPs of recurrent layers: every step multiplies its input and its state by matrices; backward takes twice that.
+
+    An op of oneDNN is one layer; others have the parameters of all layers, and states of three sides.
+    """
+    if len(dims) < 3 or len(dims[0]) != 3:
+        return 0
+    matrices = [shape for shape in (dims[1:3] if "mkldnn" in base else dims[1:]) if len(shape) == 2]
+    return (4 if "backward" in base else 2) * dims[0][0] * dims[0][1] * sum(map(math.prod, matrices))
 
 
 def _multiplied(x: tuple[int, ...], weight: tuple[int, ...], result: tuple[int, ...], transposed: bool) -> int:

@@ -45,7 +45,7 @@ class Unit:
     """A section of one call that is an op of the trace.
 
     call: position of the call.
-    start: in ns.
+    start: in ns, that of the outermost call whose first unit it is: what that allocates before its calls is the unit's.
     time_ns: its own time plus the time folded into it.
     """
 
@@ -140,20 +140,22 @@ def _units(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[Uni
     for call, part in best.items():
         part.is_unit = calls[call].is_main or part.end - part.start > calls[call].longest
     units: list[Unit] = []
-    waiting: _Section | None = None
+    begun: set[int] = set()  # calls that have units
     root, time_before, first = -1, 0, 0
     for part in sections:
         if calls[part.call].root != root:
-            root, waiting, time_before = calls[part.call].root, None, 0
+            root, time_before = calls[part.call].root, 0
             first = len(units)
         if part.is_unit:
-            start = waiting.start if waiting else part.start
+            start, call = part.start, part.call
+            while call >= 0 and calls[call].is_op and call not in begun:
+                begun.add(call)
+                start, call = calls[call].start, calls[call].parent
             units.append(Unit(part.call, start, part.end - part.start + time_before))
-            waiting, time_before = None, 0
+            time_before = 0
         elif len(units) > first:
             units[-1].time_ns += part.end - part.start
         else:
-            waiting = waiting or part
             time_before += part.end - part.start
     return units
 

@@ -168,7 +168,7 @@ class Tensors:
         # results of other nodes that this one depends on without listing them
         reads = [now[key] for key in (*inside, *self._from(rank, node))]
         fresh = {(rank, seen.storage): seen for seen in made if seen.bytes and (rank, seen.storage) not in inside}
-        writes = [self.storages.change(key, self._label(key), _role(phase)) for key in sorted(changed)]
+        writes = [self.storages.change(key, self._label(key)) for key in sorted(changed)]
         for key, seen in fresh.items():
             self.lives[key] += 1
             dtype = DTYPES.get(seen.kind, "")

@@ -11,48 +11,52 @@ An allocation is a tensor that lives from the op of its allocation to the op in 
 release point, which is not a read); an allocation that lives within one op is workspace. A replay that keeps everything
 therefore has exactly the allocator's own peak.
 
-Assumptions: an input is the newest live storage of equal size, preferring those that the forward op of the same
-sequence number touched; inputs without a match were allocated before the recording and are left out; an op whose name
-ends in `_` writes its first input in place, or what has just been allocated with the size of that input. Memory that
-the allocator held before the first event is one tensor that stays to the end. A recording without marked steps is one
+Assumptions: an input is the newest live storage of equal size that was there before the call, preferring those that
+the forward op of the same sequence number touched; one that is expanded has the size of what it shows. Inputs without a
+match were allocated before the recording and are left out. An op whose name ends in `_` writes its first input in
+place, or what has just been allocated with the size of that input; a call whose result was allocated before other calls
+within it (the copy of a bias) writes that in place. Memory that the allocator held before the first event is one tensor
+that stays to the end. A recording without marked steps is one
 iteration, however often it calls an optimizer; if that is more than once, meta["assumed"] says so. Time between ops
 (Python, the launch of views) is not replayed; it is in meta["between_ops_ns"].
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from sim.errors import TraceError
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from workloads.importers.allocations import Allocations, Event, Part
-from workloads.importers.aten import DTYPES, ITEM_BYTES, executed_of, flops_of, is_causal, kind_of, phase_of
+from workloads.importers.aten import DTYPES, executed_of, flops_of, is_causal, kind_of, phase_of, results_of
 from workloads.importers.calls import Call, Timeline
-from workloads.importers.modules import PREFIX, ModuleLayers
+from workloads.importers.gradients import ADD, STORES, gradients, held_before, stored
+from workloads.importers.inputs import KEPT, Input, inputs_of
+from workloads.importers.modules import PREFIX, ModuleCalls, ModuleLayers
 from workloads.importers.optrace import PRODUCTS, RANDOM
 from workloads.importers.reading import MAX_BYTES, microseconds, need, texts, whole
 from workloads.importers.storages import Storages
 from workloads.importers.streaming import open_document
-from workloads.importers.weights import Form, KnownWeights, Weight, form_of
+from workloads.importers.weight_reads import Outermost, WeightReads
+from workloads.importers.weights import KnownModule, KnownWeights
 
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
-KEPT = ("Sequence number", "Input type", "Input Dims")
-"""The arguments of a call that are used; others are not stored."""
+SEQUENCE = "Sequence number"
+"""An argument of a call that is used beside its inputs; others are not stored."""
 VALUES = "Concrete Inputs"
-"""And, of attention, what says whether its mask is causal."""
+"""And, of attention, what says whether its mask is causal; of a convolution, its steps and which gradients it has."""
 MARK = re.compile(r"ProfilerStep#(\d{1,12})")
 UPDATE = "Optimizer.step#"
 """How the profiler's names of an optimizer's steps begin."""
-MOST_INPUTS = 4096
 MOST_TOUCHED = 64
 """How many storages are remembered per sequence number."""
 ROUNDING = 512
@@ -65,7 +69,7 @@ def read_chrome(
     *,
     max_bytes: int = MAX_BYTES,
     step: int | None = None,
-    weights: Sequence[Weight] = (),
+    known: KnownModule | None = None,
 ) -> Trace:
     """Read a trace of one step from a PyTorch profiler's Chrome JSON.
 
@@ -76,18 +80,18 @@ def read_chrome(
     max_bytes: the most bytes to read, after unpacking.
     step: the N of the profiler's mark `ProfilerStep#N`; None for the last complete step. A recording without marks is
         one step.
-    weights: what was held before the recording (see `workloads.importers.weights`).
+    known: the module, with what it held before the recording (see `workloads.importers.weights`).
 
     Raises TraceError naming the file and the entry.
     """
     with open_document(path, max_bytes) as document:
         document.find("traceEvents")
-        return build_chrome(document.rows("traceEvents"), str(path), step, weights)
+        return build_chrome(document.rows("traceEvents"), str(path), step, known)
 
 
-def build_chrome(rows: Iterable[Any], path: str, step: int | None = None, weights: Sequence[Weight] = ()) -> Trace:
+def build_chrome(rows: Iterable[Any], path: str, step: int | None = None, known: KnownModule | None = None) -> Trace:
     """Like `read_chrome`, given the events, which are streamed. Errors do not name the file."""
-    return _Reader(path, rows, step, weights).trace()
+    return _Reader(path, rows, step, known or KnownModule()).trace()
 
 
 def _steps(calls: list[Call]) -> dict[int, tuple[int, int, int]]:
@@ -113,7 +117,7 @@ def _chosen(steps: dict[int, tuple[int, int, int]], step: int | None) -> int | N
 
 
 class _Reader:
-    def __init__(self, path: str, rows: Iterable[Any], step: int | None, weights: Sequence[Weight]) -> None:
+    def __init__(self, path: str, rows: Iterable[Any], step: int | None, known: KnownModule) -> None:
         self.left_out: Counter[str] = Counter()
         self.assumed: Counter[str] = Counter()
         self.uncounted: Counter[str] = Counter()
@@ -132,19 +136,11 @@ class _Reader:
         chosen = _chosen(steps, step)
         has_memory = any(by_device.values())
         if chosen is not None:
-            start, end, _ = steps[chosen]
-            self.calls = [call for call in self.calls if start <= call.start < end]
-            self.modules = [call for call in self.modules if start <= call.start < end]
-            by_device = {
-                device: [event for event in events if start <= event.time < end] for device, events in by_device.items()
-            }
+            by_device = self._within(*steps[chosen][:2], by_device)
         elif (updates := sum(call.name.startswith(UPDATE) for call in self.calls)) > 1:
             # several iterations, or several optimizers of one: nothing in the recording tells which
             self.assumed["optimizer steps read as one iteration, since prof.step() marks none"] = updates
-        amount = {device: sum(abs(e.bytes) for e in events) for device, events in by_device.items()}
-        device = max(by_device, key=lambda d: amount[d], default=(0, -1))
-        self.events = sorted(by_device.get(device, []), key=lambda e: e.time)  # stable: equal times keep their order
-        self.left_out["memory events of other devices"] = sum(map(len, by_device.values())) - len(self.events)
+        device = self._device(by_device)
         if not self.calls:
             raise TraceError("it has no CPU ops: record with ProfilerActivity.CPU")
         if not has_memory:
@@ -154,7 +150,7 @@ class _Reader:
             )
         self.line = Timeline.of(self.calls, [e.time for e in self.events])
         self.calls = self.line.calls
-        self.layers = ModuleLayers(self.modules, self.calls)
+        self.module_calls = ModuleCalls(self.modules, self.calls)
         if not self.line.units:
             raise TraceError("it has no op that runs anything")
         self.meta: dict[str, Any] = {
@@ -165,16 +161,42 @@ class _Reader:
         if chosen is not None:
             self.meta |= {"step": chosen, "steps": list(steps)}
         self.meta |= {"device": f"{device[0]}:{device[1]}", "memory_events": len(self.events)}
+        self.outermost = Outermost(self.line, self.module_calls)
+        paths = self.outermost.paths(known)
+        self.layers = ModuleLayers(self.module_calls, {n: p for n, p in paths.items() if p in known.layers})
         if self.layers.names:
             self.meta |= {"layers": len(self.layers.names), "layer_names": list(self.layers.names)}
         self.builder = TraceBuilder(self.meta)
         self.storages = Storages(self.builder)
-        self.weights = KnownWeights(weights, self.storages, 1 if device[0] == CPU else ROUNDING)
+        trained = {weight.shape for weight in known.weights if weight.is_trained}
+        self.stored = [each for each in stored(self.calls) if each.gradient.shape in trained or not known.weights]
+        rounding = 1 if device[0] == CPU else ROUNDING
+        self.weights = KnownWeights(known, paths, held_before(self.stored), self.storages, rounding)
         self.gradients: set[int] = set()
+        self.added_to: dict[int, int] = {}
+        self.weight_reads = WeightReads(self.line, self.module_calls, self.outermost, self.weights)
         self.size: dict[int, int] = {}
         self.live: dict[int, dict[int, None]] = {}
         self.touched_by_sequence: dict[int, list[int]] = {}
         self.later = 0
+        self.first_unit = self._first_units()
+        self.made: list[tuple[int, int]] = []  # unit and storage, in order
+
+    def _within(
+        self, start: int, end: int, by_device: dict[tuple[int, int], list[Event]]
+    ) -> dict[tuple[int, int], list[Event]]:
+        """Leave what began in a span of time, in ns."""
+        self.calls = [call for call in self.calls if start <= call.start < end]
+        self.modules = [call for call in self.modules if start <= call.start < end]
+        return {device: [e for e in events if start <= e.time < end] for device, events in by_device.items()}
+
+    def _device(self, by_device: dict[tuple[int, int], list[Event]]) -> tuple[int, int]:
+        """The device with the most allocated bytes, whose events are read."""
+        amount = {device: sum(abs(e.bytes) for e in events) for device, events in by_device.items()}
+        device = max(by_device, key=lambda d: amount[d], default=(0, -1))
+        self.events = sorted(by_device.get(device, []), key=lambda e: e.time)  # stable: equal times keep their order
+        self.left_out["memory events of other devices"] = sum(map(len, by_device.values())) - len(self.events)
+        return device
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -189,7 +211,7 @@ class _Reader:
                 self.launches[_plain(args.get("correlation"))] = (start, thread)
             else:
                 name = sys.intern(texts(row.get("name"), f"{where}: name"))
-                kept = (*KEPT, VALUES) if "attention" in name else KEPT
+                kept = (SEQUENCE, *KEPT, VALUES) if "attention" in name or "conv" in name else (SEQUENCE, *KEPT)
                 args = {key: args[key] for key in kept if key in args}
                 self.calls.append(Call(name, start, start + span, thread, args, category == "cpu_op"))
         elif kind == "X" and category == "python_function" and str(row.get("name")).startswith(PREFIX):
@@ -250,20 +272,21 @@ class _Reader:
         if base:
             self.assumed["bytes allocated before the recording"] = base
             keep.append(self.builder.tensor("allocated before", base, "weight"))
+        phases = self._phases()
+        self._find_gradients(allocations, phases)
         for storage in initial:
-            self._allocate(storage, "forward")
+            self._allocate(storage, "backward")
         if initial:
             # a storage that exists at the start and is released during the recording needs a producer, or it would stay
             tensors = [self.storages.now[s] for s in initial]
             self.builder.op("start", "copy", writes=tensors, bytes=0, duration=0)
-        phases = self._phases()
         layers = self._layers(phases)
-        self._find_gradients(parts, phases)
         for part in parts:
             duration = durations[part.unit] if part.first else 0
             self._add(part, phases[part.unit], layers[part.unit], duration)
         left = [s for held in self.live.values() for s in held]
         keep += [self.storages.now[s] for s in sorted(left)]
+        self._check_weights()
         held, carry = self.weights.ends()
         units = self.line.units
         self.meta["assumed"] = {key: count for key, count in sorted(self.assumed.items()) if count}
@@ -276,6 +299,16 @@ class _Reader:
         self.meta["between_ops_ns"] = max(0, end - start - sum(unit.time_ns for unit in units))
         return self.builder.build(outputs=[*keep, *held], carry=carry)
 
+    def _check_weights(self) -> None:
+        """Note weights that no op has read. Raises TraceError where none was: they are another module's."""
+        if not self.weights.count:
+            return
+        if not any("Input Dims" in call.args for call in self.calls):
+            raise TraceError("module: it has no shapes to match weights by: record with record_shapes=True")
+        if self.weights.unread == self.weights.count:
+            raise TraceError("module: no op has the shape of a weight of it: give the one that was recorded")
+        self.left_out["weights that no op reads"] = self.weights.unread
+
     def _phases(self) -> list[str]:
         known = [phase_of(self.line.above(unit.call)) for unit in self.line.units]
         if all(phase is None for phase in known):
@@ -287,6 +320,11 @@ class _Reader:
                 known[i] = "forward"
             else:
                 following = known[i] or following
+        # those after the last one belong to the update (clipping), unless a module runs
+        for i in range(1, len(known)):
+            if known[i] is None and known[i - 1] in ("backward", "update"):
+                call = self.calls[self.line.units[i].call]
+                known[i] = "update" if self.module_calls.innermost(call.thread, call.start) < 0 else "forward"
         phases, last = [], "forward"
         for phase in known:
             last = phase or last
@@ -305,9 +343,9 @@ class _Reader:
             if phase == "update":
                 continue
             layers[i] = self.layers.at(call.thread, call.start)
+            if sequence is not None and (phase == "forward" or self.outermost.is_recomputed(i)):
+                forward[sequence] = layers[i]
             if phase == "forward":
-                if sequence is not None:
-                    forward[sequence] = layers[i]
                 continue
             if layers[i] < 0 and sequence is not None:
                 layers[i] = forward.get(sequence, -1)
@@ -325,27 +363,41 @@ class _Reader:
 
     def _add(self, part: Part, phase: str, layer: int, duration: int) -> None:
         call = self.calls[self.line.units[part.unit].call]
-        inputs, sequence = _inputs(call.args), self._sequence(self.line.units[part.unit].call)
+        inputs, sequence = inputs_of(call.args), self._sequence(self.line.units[part.unit].call)
         fills, operands = call.name.endswith("_"), inputs if part.first else []
-        if fills and operands and _bytes_of(*operands[0]) in part.made.values():
+        if fills and operands and operands[0].bytes in part.made.values():
             fills, operands = False, operands[1:]  # it fills what has just been allocated for it: a copy of a bias
         now = self.storages.now
-        weights, operands = self._split(call.name, operands, phase, layer, sequence)
-        used = self._match(operands, sequence)
-        reads = [now[s] for s in used] + [self.weights.tensor(i) for i in weights]
-        writes = [self.storages.change(s, f"s{s}", "temporary", layer=layer) for s in (used[:1] if fills else [])]
+        target, known = self._accumulated(part, operands)
+        if target is not None or known is not None:  # adds to a gradient
+            fills, operands = False, operands[1:]
+        weights: list[int] = []
+        if part.first:
+            weights, operands = self.weight_reads.of(part.unit, operands, phase, self._sequence, self._is_live)
+        self.assumed["weights matched by shape"] += len(weights)
+        inner = self._inner(part)
+        used = self._match(operands, sequence, inner, part.released, fills)
+        changed = used[:1] if fills else [] if part.made else inner
+        changed = [target] if target is not None else changed
+        reads = [now[s] for s in dict.fromkeys((*used, *changed))] + [self.weights.tensor(i) for i in weights]
+        writes = [self.storages.change(s, f"s{s}", layer=layer) for s in changed]
+        if known is not None:
+            reads, writes = [*reads, known[0]], [*writes, known[1]]
         if part.first:
             read, written = self.weights.update(part.unit)
             reads, writes = reads + read, writes + written
+        stopped = self._is_stopped(part, inner)
+        reads = [] if stopped else reads
         writes += [self._allocate(s, phase, layer) for s in part.made]
+        self.made += ((part.unit, s) for s in part.made)
         self.later = 0 if part.first else self.later + 1
         if sequence is not None and phase == "forward":
             touched = self.touched_by_sequence.setdefault(sequence, [])
             touched += (*used, *part.made)[: MOST_TOUCHED - len(touched)]
         if part.first or writes or part.released or part.workspace:
-            kind = kind_of(call.name, phase)
-            shapes = [shape for shape, _ in inputs]
-            flops = flops_of(call.name, shapes, ()) if part.first else 0
+            kind = "other" if stopped else self._kind(part.unit, phase)
+            shapes = [given.shape for given in inputs]
+            flops = self._flops(part.unit, shapes) if part.first and not stopped else 0
             values = call.args.get(VALUES)
             causal = isinstance(values, list) and is_causal(call.name, values)
             if part.first and not flops and kind in PRODUCTS:
@@ -362,57 +414,123 @@ class _Reader:
                 workspace=part.workspace,
                 random=bool(RANDOM.search(call.name)),
                 duration=duration,
-                dtype=next((DTYPES[kind] for _, kind in inputs if kind in DTYPES), ""),
+                dtype=next((DTYPES[given.kind] for given in inputs if given.kind in DTYPES), ""),
                 releases=[t for t in (now[s] for s in part.released) if t not in (*reads, *writes)],
             )
         for storage in part.released:
             del self.live[self.size[storage]][storage]
 
-    def _split(
-        self, name: str, inputs: list[tuple[list[int], str]], phase: str, layer: int, sequence: int | None
-    ) -> tuple[list[int], list[tuple[list[int], str]]]:
-        """The known weights among an op's inputs, and its other inputs."""
-        forms = [_form(*each) for each in inputs]
-        if phase == "forward":
-            taken = [bool(self.live.get(_bytes_of(*each))) for each in inputs]
-            place = layer, self.layers.names[layer] if layer >= 0 else ""
-            found = self.weights.read_forward(name, forms, taken, place, sequence)
-        else:
-            found = self.weights.read_backward(name, forms, sequence)
-        self.assumed["weights matched by shape"] += sum(i >= 0 for i in found)
-        return [i for i in found if i >= 0], [each for each, i in zip(inputs, found) if i < 0]
+    def _kind(self, unit: int, phase: str) -> str:
+        """The kind of an op: that of its own name, or of what looks up for its sake."""
+        outer = self.calls[self.outermost.of_unit[unit]].name
+        kind = kind_of(outer, phase)
+        return kind if kind == "embedding" else kind_of(self.calls[self.line.units[unit].call].name, phase)
 
-    def _find_gradients(self, parts: list[Part], phases: list[str]) -> None:
-        """Know which ops are those of optimizers' steps, and which storages of backward are gradients."""
+    def _flops(self, unit: int, shapes: Sequence[Sequence[int]]) -> int:
+        """The FLOPs of an op; of a convolution's kernel those of the op that calls it and says what its result is."""
+        call = self.calls[self.line.units[unit].call]
+        if "conv" in call.name:
+            for _ in range(4):
+                values = call.args.get(VALUES)
+                given = [each.shape for each in inputs_of(call.args)]
+                if isinstance(values, list) and (results := results_of(call.name, given, values)):
+                    return flops_of(call.name, given, results)
+                if call.parent < 0:
+                    break
+                call = self.calls[call.parent]
+            call = self.calls[self.line.units[unit].call]
+        return flops_of(call.name, shapes, ())
+
+    def _is_stopped(self, part: Part, inner: list[int]) -> bool:
+        """Whether a recomputed product never ran: a checkpoint that has all that was saved stops within the call."""
+        if not part.first or part.made or part.most or inner:
+            return False
+        return self.calls[self.line.units[part.unit].call].is_main and self.outermost.is_recomputed(part.unit)
+
+    def _inner(self, part: Part) -> list[int]:
+        """Of a call's own section, after those of the calls within it, the live storages that these allocated."""
+        first = self.first_unit[self.line.units[part.unit].call]
+        if not part.first or first == part.unit:
+            return []
+        made = self.made[bisect_left(self.made, (first, 0)) :]
+        return [s for _, s in made if s in self.live.get(self.size[s], ()) and s not in part.released]
+
+    def _first_units(self) -> dict[int, int]:
+        """Per call the first unit in it."""
+        first: dict[int, int] = {}
+        for i, unit in enumerate(self.line.units):
+            call = unit.call
+            while call >= 0 and call not in first:
+                first[call] = i
+                call = self.calls[call].parent
+        return first
+
+    def _accumulated(self, part: Part, operands: Sequence[Input]) -> tuple[int | None, tuple[int, int] | None]:
+        """The gradient that an op adds to: its storage, or what it reads and writes of one of before the recording."""
+        call = self.line.units[part.unit].call
+        above = self.calls[call].parent
+        if not part.first or not operands or self.calls[call].name != ADD or above < 0:
+            return None, None
+        target = self.added_to.get(above)
+        if target is not None and target in self.live.get(self.size[target], ()):
+            return target, None
+        return None, self.weights.accumulate(operands[0]) if self.calls[above].name == STORES else None
+
+    def _find_gradients(self, allocations: Allocations, phases: list[str]) -> None:
+        """Know which ops are those of optimizers' steps, and which storages are gradients: also the last step's."""
         is_step = [any(n.startswith(UPDATE) for n in self.line.above(unit.call)) for unit in self.line.units]
-        inputs = ((i, _inputs(self.calls[unit.call].args)) for i, unit in enumerate(self.line.units) if is_step[i])
-        self.weights.updated_by((i, [_form(*each) for each in found]) for i, found in inputs)
-        first = is_step.index(True) if True in is_step else len(is_step)
-        early = {storage for part in parts if part.unit < first for storage in part.released}
-        made = [pair for part in parts if phases[part.unit] == "backward" for pair in part.made.items()]
-        self.gradients = self.weights.gradients((s, size) for s, size in made if s not in early)
+        inputs = ((i, inputs_of(self.calls[unit.call].args)) for i, unit in enumerate(self.line.units) if is_step[i])
+        self.weights.updated_by(inputs)
+        parts = allocations.parts
+        backward = (part for part in parts if phases[part.unit] == "backward")
+        made = [(self.line.units[part.unit].start, storage) for part in backward for storage in part.made]
+        rounded = self.weights.rounded
+        self.gradients, self.added_to = gradients(self.stored, self.calls, made, allocations, rounded)
+        first = phases.index("backward") if "backward" in phases else len(phases)
+        left, early = self.weights.sizes(), [s for part in parts if part.unit < first for s in part.released]
+        for storage in sorted(set(allocations.initial).intersection(early)):
+            if left[self.size[storage]] > 0:
+                left[self.size[storage]] -= 1
+                self.gradients.add(storage)
 
     def _sequence(self, call: int) -> int | None:
         for _ in range(64):
             if call < 0:
                 break
-            number = self.calls[call].args.get("Sequence number")
+            number = self.calls[call].args.get(SEQUENCE)
             if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
                 return number
             call = self.calls[call].parent
         return None
 
-    def _match(self, inputs: list[tuple[list[int], str]], sequence: int | None) -> list[int]:
-        """The live storages that are most likely an op's inputs, judged only by size."""
+    def _is_live(self, given: Input) -> bool:
+        """Whether a storage that the recording has allocated has an input's size."""
+        return bool(self.live.get(given.bytes) or self.live.get(self.weights.rounded(given.bytes)))
+
+    def _match(
+        self, inputs: list[Input], sequence: int | None, inner: Sequence[int], leaving: Sequence[int], fills: bool
+    ) -> list[int]:
+        """The live storages that are most likely an op's inputs, judged only by size.
+
+        inner: those that are none. leaving: those that are released as soon as it has run.
+        fills: whether it writes the first one, which then stays, if any does.
+        """
         first = self.touched_by_sequence.get(sequence, []) if sequence is not None else []
         matched: dict[int, None] = {}
-        for shape, kind in inputs:
-            size = _bytes_of(shape, kind)
-            for wanted in dict.fromkeys((size, -(-size // ROUNDING) * ROUNDING)):
+
+        def free(storages: Iterable[int]) -> Iterator[int]:
+            return (s for s in storages if s in held and s not in matched and s not in inner)
+
+        for given in inputs:
+            for wanted in dict.fromkeys((given.bytes, -(-given.bytes // ROUNDING) * ROUNDING)):
                 held = self.live.get(wanted, {})
-                choice = next((s for s in reversed(held) if s not in matched), None)
-                saved = next((s for s in first if s in held and s not in matched), None)
-                choice = choice if saved is None or (choice is not None and not matched) else saved
+                going, newest = reversed(leaving), reversed(held)
+                if matched:
+                    choice = next(free(chain(first, going, newest)), None)
+                elif fills:
+                    choice = next(free(chain((s for s in newest if s not in leaving), going)), None)
+                else:
+                    choice = next(free(chain(going, newest)), None)
                 if choice is not None:
                     matched[choice] = None
                     self.assumed["inputs matched by size"] += 1
@@ -420,36 +538,6 @@ class _Reader:
             else:
                 self.left_out["inputs from before the recording, or views of part of a storage"] += 1
         return list(matched)
-
-
-def _inputs(args: dict[str, Any]) -> list[tuple[list[int], str]]:
-    """Shape and element type of each tensor among an op's arguments, lists flattened."""
-    kinds, dims = args.get("Input type"), args.get("Input Dims")
-    if not isinstance(kinds, list) or not isinstance(dims, list):
-        return []
-    tensors: list[tuple[list[int], str]] = []
-    for kind, shape in zip(kinds[:MOST_INPUTS], dims):
-        if not isinstance(kind, str) or not isinstance(shape, list):
-            continue
-        if kind == "TensorList":
-            tensors += [(inner, "") for inner in shape[:MOST_INPUTS] if _is_shape(inner)]
-        elif kind in ITEM_BYTES and _is_shape(shape):
-            tensors.append((shape, kind))
-    return tensors
-
-
-def _form(shape: list[int], kind: str) -> Form:
-    return form_of(shape, ITEM_BYTES.get(kind, 4))
-
-
-def _bytes_of(shape: list[int], kind: str) -> int:
-    return math.prod(shape) * ITEM_BYTES.get(kind, 4)
-
-
-def _is_shape(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) > 64:
-        return False
-    return all(type(side) is int and 0 <= side < 1 << 40 for side in value) and math.prod(value) < 1 << 50
 
 
 def _plain(value: Any) -> Any:

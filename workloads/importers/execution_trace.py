@@ -276,7 +276,7 @@ class _Reader:
         reads = [now[step.lives[s]] for s in step.given if step.lives[s] in now and step.lives[s] not in allocated]
         changed = [step.lives[s] for s in step.given if s in step.written and step.lives[s] in now]
         changed = [life for life in dict.fromkeys(changed) if life not in allocated]
-        writes = [self.storages.change(k, _name(k), self._role(k, phase)) for k in changed]
+        writes = [self.storages.change(k, _name(k)) for k in changed]
         writes += [self._allocate(life, phase) for life in allocated]
         shapes = [s.shape for s in node.inputs]
         flops = min(1 << 60, flops_of(node.name, shapes, [s.shape for s in node.outputs]))

@@ -1,0 +1,235 @@
+"""A profile with its module is what the capture of the same step is: weights, gradients, layers, what policies save."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sim import load_profile, simulate
+from sim.errors import TraceError
+from sim.trace.graph import Trace
+from workloads import load_trace
+
+torch: Any = pytest.importorskip("torch", reason="recordings by PyTorch")
+nn, F = torch.nn, torch.nn.functional
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+    def run(self, block: Any, x: Any) -> Any:
+        return block(x)
+
+
+class Checkpointed(Blocks):
+    def run(self, block: Any, x: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+
+
+class CheckpointedOnceMore(Blocks):
+    def run(self, block: Any, x: Any) -> Any:
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+
+
+class NormsFirst(nn.Module):
+    """Has its parts in another order than it calls them; biases are as long as the vectors of norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.products = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        for norm, product in zip(self.norms, self.products, strict=True):
+            x = norm(product(x))
+        return x
+
+
+class Cells(nn.Module):
+    """A cell with two matrices of one shape, which is called repeatedly, behind an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cell = nn.Embedding(50, 32), nn.GRUCell(32, 32)
+
+    def forward(self, ids: Any) -> Any:
+        x = self.table(ids)
+        state = torch.zeros(len(ids), 32)
+        for i in range(ids.shape[1]):
+            state = self.cell(x[:, i], state)
+        return state
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Conv2d(8 if i else 3, 8, 3, stride=1 + i, padding=1) for i in range(2))
+
+    def forward(self, x: Any) -> Any:
+        for part in self.parts:
+            x = F.relu(part(x), inplace=True)
+        return x
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: of a class, on a batch, with an optimizer."""
+
+    build: Callable[[], Any]
+    batch: Callable[[], Any] = lambda: torch.randn(64, 32)
+    optimizer: Callable[[Any], Any] | None = lambda p: torch.optim.SGD(p, lr=0.1)
+    micro_batches: int = 1
+    set_to_none: bool = True
+    autocast: bool = False
+    clip: bool = False
+
+    def step(self, model: Any, tuned: Any, batch: Any) -> None:
+        for _ in range(self.micro_batches):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+                loss = model(batch).float().pow(2).mean()
+            loss.backward()
+        if self.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if tuned is not None:
+            tuned.step()
+        (model if tuned is None else tuned).zero_grad(set_to_none=self.set_to_none)
+
+
+ADAMW = lambda p: torch.optim.AdamW(p, fused=True)  # noqa: E731
+CASES = {
+    "SGD": Case(Blocks),
+    "AdamW": Case(Blocks, optimizer=ADAMW, clip=True),
+    "16 bits, foreach": Case(
+        lambda: Blocks().bfloat16(),
+        lambda: torch.randn(64, 32).bfloat16(),
+        lambda p: torch.optim.AdamW(p, foreach=True),
+    ),
+    "no optimizer": Case(Blocks, optimizer=None),
+    "microbatches": Case(Blocks, micro_batches=2),
+    "gradients that stay": Case(Blocks, set_to_none=False),
+    "autocast": Case(Blocks, autocast=True),
+    "checkpoints": Case(Checkpointed),
+    "re-entrant checkpoints": Case(CheckpointedOnceMore),
+    "norms first": Case(NormsFirst, optimizer=ADAMW),
+    "cells": Case(Cells, lambda: torch.randint(0, 50, (8, 3))),
+    "convolutions": Case(Convolutions, lambda: torch.randn(2, 3, 8, 8)),
+}
+
+
+WITHOUT_WORKSPACE = ("SGD", "AdamW", "no optimizer", "microbatches", "norms first")
+
+
+def recorded(folder: Path, case: Case, **known: Any) -> tuple[Any, Any, Any, Path]:
+    """A model, its optimizer, a batch, and the profile of their second step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model, batch = case.build(), case.batch()
+    tuned = None if case.optimizer is None else case.optimizer(model.parameters())
+    case.step(model, tuned, batch)
+    options = {"profile_memory": True, "record_shapes": True, "with_stack": True, **known}
+    with profile(activities=[ProfilerActivity.CPU], **options) as prof:
+        case.step(model, tuned, batch)
+    path = folder / "t.json"
+    prof.export_chrome_trace(str(path))
+    return model, tuned, batch, path
+
+
+def of_role(trace: Trace, role: str) -> int:
+    return sum(t.bytes for t in trace.tensors if t.role == role and t.replaces is None)
+
+
+def at_start(trace: Trace, role: str) -> int:
+    return sum(t.bytes for t in trace.tensors if t.role == role and trace.producer[t.id] < 0)
+
+
+def reads(trace: Trace, phase: str) -> Counter[tuple[int, str]]:
+    """How often each weight is read in each layer."""
+    return Counter(
+        (op.layer, trace.tensors[t].name)
+        for op in trace.ops
+        if op.phase == phase
+        for t in op.reads
+        if trace.tensors[t].role == "weight"
+    )
+
+
+def peak(trace: Trace, policy: str = "keep_all") -> int:
+    return int(simulate(trace, load_profile("a100_40_pcie"), policy).summary()["peak_bytes"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_profile_with_its_module_is_what_the_capture_of_the_step_is(name, tmp_path):
+    from workloads.capture import capture
+
+    case = CASES[name]
+    model, tuned, batch, path = recorded(tmp_path, case)
+    ours = load_trace(path, module=model, optimizer=tuned)
+    theirs = capture(case.build, batch, step=case.step, optimizer=case.optimizer, kernels="cpu")
+    assert ours.meta.get("layer_names", []) == theirs.meta["layer_names"] or name == "cells"
+    for phase in ("forward", "backward"):
+        assert reads(ours, phase) == reads(theirs, phase)
+        counts = [sum(op.flops for op in trace.ops if op.phase == phase) for trace in (ours, theirs)]
+        assert counts[0] == counts[1]
+    for role in ("weight", "optimizer_state", "gradient"):
+        assert at_start(ours, role) == at_start(theirs, role)
+    assert (at_start(ours, "gradient") > 0) == (not case.set_to_none)
+    if name in WITHOUT_WORKSPACE:
+        assert of_role(ours, "gradient") == pytest.approx(of_role(theirs, "gradient"), rel=0.01)
+    if tuned is not None:
+        assert len(ours.carry) >= len(list(model.parameters()))
+    given = batch.numel() * batch.element_size()  # a batch was allocated before the recording, too
+    for policy in ("keep_all", "full_recompute") if name in (*WITHOUT_WORKSPACE, "gradients that stay") else ():
+        assert peak(ours, policy) + given == pytest.approx(peak(theirs, policy), rel=0.001)
+
+
+def test_a_module_that_was_not_recorded_is_refused_and_so_is_a_recording_without_shapes(tmp_path):
+    model, _, _, path = recorded(tmp_path, CASES["SGD"])
+    with pytest.raises(
+        TraceError, match="module: no op has the shape of a weight of it: give the one that was recorded"
+    ):
+        load_trace(path, module=nn.Linear(7, 3))
+    document = json.loads(path.read_text())
+    for event in document["traceEvents"]:
+        event.get("args", {}).pop("Input Dims", None)
+    path.write_text(json.dumps(document))
+    with pytest.raises(TraceError, match="module: it has no shapes to match weights by: record with record_shapes=Tr"):
+        load_trace(path, module=model)
+
+
+def test_a_part_that_no_step_calls_has_weights_that_no_op_reads(tmp_path):
+    model, tuned, _, path = recorded(tmp_path, CASES["SGD"])
+    model.apart = nn.Linear(7, 3)
+    trace = load_trace(path, module=model, optimizer=tuned)
+    assert trace.meta["left_out"]["weights that no op reads"] == 2
+    assert of_role(trace, "gradient") == sum(4 * p.numel() for p in model.blocks.parameters())
+
+
+def test_a_profile_without_a_stack_has_the_weights_of_its_module_all_the_same(tmp_path):
+    model, tuned, _, path = recorded(tmp_path, CASES["SGD"], with_stack=False)
+    trace = load_trace(path, module=model, optimizer=tuned)
+    assert reads(trace, "forward") == Counter((-1, name) for name, _ in model.named_parameters())
+    assert at_start(trace, "weight") == sum(4 * p.numel() for p in model.parameters())
