@@ -209,7 +209,7 @@ def test_a_profile_with_its_module_is_what_the_capture_of_the_step_is(name, tmp_
 def test_a_module_that_was_not_recorded_is_refused_and_so_is_a_recording_without_shapes(tmp_path):
     model, _, _, path = recorded(tmp_path, CASES["SGD"])
     with pytest.raises(
-        TraceError, match="module: no op has the shape of a weight of it: give the one that was recorded"
+        TraceError, match="module: no op reads a weight of its shapes and types: give the one that was rec"
     ):
         load_trace(path, module=nn.Linear(7, 3))
     document = json.loads(path.read_text())
@@ -218,6 +218,25 @@ def test_a_module_that_was_not_recorded_is_refused_and_so_is_a_recording_without
     path.write_text(json.dumps(document))
     with pytest.raises(TraceError, match="module: it has no shapes to match weights by: record with record_shapes=Tr"):
         load_trace(path, module=model)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (lambda: nn.Linear, "expected a torch.nn.Module, not the class Linear"),
+        (lambda: [nn.Linear(3, 3)], "expected a torch.nn.Module, not list"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), "'0.weight' has no shape yet: give the module after a step"),
+    ],
+)
+def test_what_has_no_weights_is_refused_in_one_line(module, message, tmp_path):
+    with pytest.raises(TraceError, match=f"^module: {message}$"):
+        load_trace(tmp_path / "t.json", module=module())
+
+
+def test_an_optimizer_of_more_than_the_module_is_noted(tmp_path):
+    model, tuned, _, path = recorded(tmp_path, CASES["AdamW"])
+    trace = load_trace(path, module=model.blocks[0], optimizer=tuned)
+    assert trace.meta["left_out"]["parameters of the optimizer that the module does not have"] == 12
 
 
 def test_a_part_that_no_step_calls_has_weights_that_no_op_reads(tmp_path):

@@ -306,8 +306,9 @@ class _Reader:
         if not any("Input Dims" in call.args for call in self.calls):
             raise TraceError("module: it has no shapes to match weights by: record with record_shapes=True")
         if self.weights.unread == self.weights.count:
-            raise TraceError("module: no op has the shape of a weight of it: give the one that was recorded")
+            raise TraceError("module: no op reads a weight of its shapes and types: give the one that was recorded")
         self.left_out["weights that no op reads"] = self.weights.unread
+        self.left_out["parameters of the optimizer that the module does not have"] = self.weights.unknown
 
     def _phases(self) -> list[str]:
         known = [phase_of(self.line.above(unit.call)) for unit in self.line.units]

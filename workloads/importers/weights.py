@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sim.errors import TraceError
+from workloads.capturing.layers import layer_paths
 from workloads.importers.inputs import Input
 from workloads.importers.storages import Storages
 
@@ -93,12 +95,15 @@ def known_module(module: Any, optimizer: Any = None) -> KnownModule:
 
     Raises TraceError for arguments that are neither, and for an optimizer of other parameters or without state.
     """
-    if not hasattr(module, "named_parameters") or not hasattr(module, "named_buffers"):
-        raise TraceError(f"module: expected a torch.nn.Module, not {type(module).__name__}")
+    torch: Any = sys.modules.get("torch")  # who has a module has imported it
+    if torch is None or not isinstance(module, torch.nn.Module):
+        what = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise TraceError(f"module: expected a torch.nn.Module, not {what}")
     if optimizer is not None and not isinstance(getattr(optimizer, "state", None), Mapping):
         raise TraceError(f"optimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    from workloads.capturing.layers import layer_paths  # needs PyTorch, which whoever has a module has
-
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise TraceError(f"module: {name!r} has no shape yet: give the module after a step")
     updated = {} if optimizer is None else {id(p): p for g in optimizer.param_groups for p in g["params"]}
     owners: dict[int, list[str]] = {}
     tensors: dict[int, tuple[str, Any]] = {}
@@ -142,6 +147,7 @@ class KnownWeights:
 
     total: bytes that they take, as the allocator rounds them.
     count: how many they are.
+    unknown: parameters of the optimizer that are not among them.
     """
 
     def __init__(
@@ -159,7 +165,7 @@ class KnownWeights:
         """
         self._weights, self._storages, self._rounding = known.weights, storages, rounding
         self._paths = paths
-        self.total, self.count = 0, len(known.weights)
+        self.total, self.count, self.unknown = 0, len(known.weights), known.unknown
         self._of_owner: dict[str, list[int]] = {}
         self._of_sides: dict[tuple[int, ...], list[int]] = {}
         self._grads: dict[int, str] = {}
