@@ -210,15 +210,16 @@ class KnownWeights:
 
     def updated_by(self, steps: Iterable[tuple[int, Sequence[Input]]]) -> None:
         """Say which ops an optimizer's steps have: the number of each, and its inputs."""
-        spans: dict[int, tuple[int, int]] = {}
+        spans: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
         for number, inputs in steps:
             for given in inputs:
-                for i in self._of_sides.get(_sides(given.shown), ()):
-                    if self._weights[i].is_updated and self._weights[i].fits(given, exactly=True):
-                        spans[i] = (spans.get(i, (number, number))[0], number)
-        for i, (first, last) in spans.items():
-            self._first.setdefault(first, []).append(i)
-            self._last.setdefault(last, []).append(i)
+                form = given.shown, given.item if given.kind else 0
+                spans[form] = (spans.get(form, (number, number))[0], number)
+        for i, weight in enumerate(self._weights):
+            both = [spans[form] for form in ((weight.shape, weight.item), (weight.shape, 0)) if form in spans]
+            if weight.is_updated and both:
+                self._first.setdefault(min(first for first, _ in both), []).append(i)
+                self._last.setdefault(max(last for _, last in both), []).append(i)
 
     def read_forward(self, name: str, inputs: Sequence[Input], taken: Sequence[bool], at: tuple[int, str]) -> list[int]:
         """For each input of an outermost op the weight that it is, -1 for none.
