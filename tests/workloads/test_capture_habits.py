@@ -513,3 +513,41 @@ def test_what_is_refused_names_the_line_and_the_way_out(tmp_path, text, message)
     with pytest.raises(WorkloadError, match=message) as error:
         captured(tmp_path, text)
     assert "\n" not in str(error.value)
+
+
+def test_what_is_computed_of_an_array_on_the_gpu_is_recorded_and_counts_once(tmp_path):
+    text = """
+import numpy as np
+data = np.ones((64, 16), np.float32)
+def step():
+    x = torch.from_numpy(data)
+    x = (x + 1).to(device)
+    x = (x - x.mean()) * 2
+    loss = net(x.view(2, 32, 16)).sum()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+"""
+    trace = captured(tmp_path, text)
+    assert [op.name for op in trace.ops if op.phase == "forward"][:5] == [
+        "lift_fresh",
+        "lift_fresh.2",
+        "mean",
+        "sub",
+        "mul",
+    ]
+    whole = [t.name for t in trace.tensors if t.bytes == 64 * 16 * 4 and t.role != "weight"]
+    assert whole == ["lift_fresh.out", "lift_fresh.out.2", "sub.out", "mul.out"]
+
+
+def test_a_batch_on_the_host_that_a_product_reads_in_another_shape_counts_once(tmp_path):
+    text = """
+import numpy as np
+def step():
+    loss = net(torch.from_numpy(np.ones((2, 32, 16), np.float32))).sum()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+"""
+    trace = captured(tmp_path, text)
+    assert [t.name for t in trace.tensors if t.bytes == 64 * 16 * 4 and t.role != "weight"] == ["lift_fresh.out"]

@@ -38,6 +38,21 @@ ASKED: dict[str, Any] = {"is_available": True, "is_bf16_supported": True, "devic
 PRESENT = "there is a GPU, which knows bf16"
 
 
+def goes_to_gpu(torch: Any, func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call moves a tensor to a GPU."""
+    if func is torch.Tensor.cuda:
+        return True
+    numbered = len(args) > 1 and type(args[1]) is int
+    return func is torch.Tensor.to and (numbered or any(map(_is_gpu, (*args[1:2], kwargs.get("device")))))
+
+
+def _is_gpu(value: Any) -> bool:
+    """Whether a value names a GPU."""
+    if isinstance(value, str):
+        return CUDA.fullmatch(value) is not None
+    return getattr(value, "type", None) == "cuda" and type(value).__name__ == "device"
+
+
 class Event:
     """A `torch.cuda.Event` that measures nothing."""
 
@@ -72,11 +87,6 @@ def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
     stay = {tensor.cuda, tensor.pin_memory}
     here = torch.device(device)
 
-    def is_gpu(value: Any) -> bool:
-        if isinstance(value, str):
-            return CUDA.fullmatch(value) is not None
-        return isinstance(value, torch.device) and value.type == "cuda"
-
     class Mode(modes.TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
@@ -90,9 +100,9 @@ def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
                 return args[0]
             index = func is tensor.to and len(args) > 1 and type(args[1]) is int
             wanted = kwargs.get("device")
-            if index or is_gpu(wanted) or type(wanted) is int or any(map(is_gpu, args)):
+            if index or _is_gpu(wanted) or type(wanted) is int or any(map(_is_gpu, args)):
                 assumed(NOTE)
-                args = tuple(here if is_gpu(x) or (index and i == 1) else x for i, x in enumerate(args))
+                args = tuple(here if _is_gpu(x) or (index and i == 1) else x for i, x in enumerate(args))
                 if wanted is not None:
                     kwargs = {**kwargs, "device": here}
             return func(*args, **kwargs)
@@ -101,7 +111,7 @@ def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
-        if dtype is None and layout is None and (is_gpu(device) or device == here):
+        if dtype is None and layout is None and (_is_gpu(device) or device == here):
             return self  # fake parameters that are watched can't be exchanged, and need not be
         return module_to(self, *args, **kwargs)
 

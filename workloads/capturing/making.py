@@ -7,6 +7,8 @@
 - Distributions check their arguments and values: they are taken to be valid.
 - The form of a model depends on a sequence of numbers (`torch.linspace` for rates of dropped paths): while the model is
   made, such a sequence has its values, until it is combined with a fake tensor.
+- A step makes a batch of arrays: what it computes of them on the host has values and is not recorded, until it is sent
+  to the GPU. What is sent there as the model is made keeps its values; ops on such tensors alone are not recorded, either.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from workloads.capturing.cuda_calls import goes_to_gpu
 from workloads.capturing.packed import HOST
 
 COMPILED = "what is compiled by torch.compile runs uncompiled"
@@ -70,7 +73,10 @@ def made_under_fake_tensors(assumed: Callable[[str], None], all_numbers: bool = 
             if not has_values:
                 return func(*args, **kwargs)
             with without_modes():
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+            if making or not goes_to_gpu(torch, func, args, kwargs):
+                return out
+            return torch.ops.aten.lift_fresh.default(out)  # a tensor like others, whose ops are the step's
 
     def compile(model: Any = None, **_: Any) -> Any:
         assumed(COMPILED)

@@ -84,6 +84,7 @@ class Recorder:
         self._call: list[int] = []  # … in this layer
         self._ids: dict[int, int] = {}  # address of a storage -> its id
         self._weak: dict[int, Any] = {}
+        self._shared: dict[int, Any] = {}  # of fake tensors that stand for one with data
         self._host: set[int] = set()
         self._next = 0
         self._clock: Clock | None = None  # of the iteration that runs, if it is watched
@@ -355,6 +356,8 @@ class Recorder:
         if self.torch.is_inference_mode_enabled() and func._opname not in WHOLE and func._can_decompose():
             with self._mode:  # autograd, which is left out in this mode, decomposes them elsewhere
                 return func.decompose(*args, **kwargs)
+        if func._opname != "lift_fresh":
+            args = self._without_data(args)
         try:
             out = self._quick(func, args, kwargs)
         except TiersimError:
@@ -381,6 +384,8 @@ class Recorder:
                 self.assume(assumed)
             if func in self._ask_value:
                 return out
+        if func._opname == "lift_fresh":
+            self._lifted(args[0], out)
         if func._opname in ("fill_", "zero_", "copy_", "add_", "remainder_"):
             self._note_kept(func._opname, args)
         asked.note(func._opname, args, out, inside=bool(self._stack))
@@ -391,6 +396,52 @@ class Recorder:
         if func.namespace not in IGNORED:
             self._record(func, args, kwargs, out)
         return out
+
+    def _without_data(self, args: Any) -> Any:
+        """An op's arguments, with a fake tensor for each that has data (an array's), which counts as of its storage."""
+        if not any(type(x) is self.torch.Tensor or type(x) in (list, tuple) for x in args):
+            return args
+        return tuple(
+            self._twin(x)
+            if type(x) is self.torch.Tensor
+            else type(x)(self._without_data(x))
+            if type(x) in (list, tuple)
+            else x
+            for x in args
+        )
+
+    def _twin(self, tensor: Any) -> Any:
+        """The fake tensor for one that has data; that itself where no fake one can stand for it."""
+        mode = self.torch._C._get_dispatch_mode(self.torch._C._TorchDispatchModeKey.FAKE)
+        if mode is None or hasattr(tensor, packed.HOST) or tensor.layout != self.torch.strided:
+            return tensor
+        if not tensor.untyped_storage().nbytes():
+            return tensor
+        twin = self._quick.made(mode, tensor.shape, tensor.stride(), tensor.dtype)
+        self._share(twin, tensor)
+        return twin
+
+    def _lifted(self, tensor: Any, fake: Any) -> None:
+        """What had data on the host, and counted there, is a fake tensor from now on."""
+        if type(tensor) is self.torch.Tensor and hasattr(fake, "fake_mode") and self._id(tensor) is not None:
+            self._share(fake, tensor)
+
+    def _share(self, fake: Any, tensor: Any) -> None:
+        """A fake tensor has the storage of one with data, which lives as long."""
+        i = self._id(tensor)
+        if i is None:
+            i = self._follow(tensor, f"constant{self._next}", "temporary", -1)
+            self.recording.storages[i].appeared = len(self.recording.kernels)
+        storage = fake.untyped_storage()
+        address = storage._cdata
+        storage.tiersim_data = tensor
+        self._ids[address] = i
+        self._shared[address] = weakref.ref(storage, lambda _: self._unshared(address, i))
+
+    def _unshared(self, address: int, i: int) -> None:
+        self._shared.pop(address, None)
+        if self._ids.get(address) == i:
+            del self._ids[address]
 
     def _sized(self, func: Any, args: Any) -> tuple[Any, str]:
         """The result of an op whose size depends on values, and what is assumed by it; None where nothing is known."""
