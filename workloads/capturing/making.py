@@ -8,7 +8,7 @@
 - The form of a model depends on a sequence of numbers (`torch.linspace` for rates of dropped paths): while the model is
   made, such a sequence has its values, until it is combined with a fake tensor.
 - A step makes a batch of arrays: what it computes of them on the host has values and is not recorded, until it is sent
-  to the GPU. What is sent there as the model is made keeps its values; ops on such tensors alone are not recorded, either.
+  to the GPU. What is sent there as the model is made keeps its values; ops on such tensors alone are not recorded.
 """
 
 from __future__ import annotations
