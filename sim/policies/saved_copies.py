@@ -45,8 +45,9 @@ def saves_of(trace: Trace, *, weights: bool = True, duplicates: bool = True) -> 
     """What autograd saves, as far as backward ops read it: once for each forward op whose backward ops read it.
 
     A tensor is saved when that forward op has run; where that op does not touch the tensor, after its last forward
-    use. Copies of weights in a narrower type are used until the forward pass ends: autocast's cache holds them. What a
-    variable of the program names is used until it lets go, as far as the trace says so (`Op.unbinds`).
+    use. What the program holds beyond backward stays, as weights do, and what is saved is a copy. Copies of weights in
+    a narrower type are used until the forward pass ends: autocast's cache holds them. What a variable of the program
+    names is used until it lets go, as far as the trace says so (`Op.unbinds`).
 
     weights: whether weights count.
     duplicates: False for one copy a tensor, after its last forward use, for all its backward readers; so it is always
@@ -86,10 +87,19 @@ def saves_of(trace: Trace, *, weights: bool = True, duplicates: bool = True) -> 
             saves.append(Save(t, at, tuple(ops), node, ends, since))
         k = max(range(len(saves)), key=lambda i: saves[i].at)
         # the device must be there when those ops end: to wait for the copy, and before it comes back
-        if role[t] != ROLE_CODE["weight"] and is_plain(saves[k].at) and is_plain(until):
+        stays = role[t] == ROLE_CODE["weight"] or (duplicates and _outlives_backward(index, t))
+        if not stays and is_plain(saves[k].at) and is_plain(until):
             saves[k] = saves[k]._replace(used_until=until)
         found += [save for save in saves if save.used_until >= 0 or t not in viewed]
     return found
+
+
+def _outlives_backward(index: TraceIndex, tensor: int) -> bool:
+    """Whether the program holds a tensor beyond backward: a batch that a caller gives, or what a variable names."""
+    if index.trace.producer[tensor] < 0:
+        return True
+    end = index.released[tensor]
+    return bool(end >= 0 and index.trace.op_columns.phase[end] > BACKWARD)
 
 
 def forward_passes(trace: Trace) -> list[Region]:

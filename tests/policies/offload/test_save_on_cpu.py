@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.analysis.peak_memory import peaks_by_phase
 from sim.errors import OutOfMemory, PolicyError
 from sim.experiment import simulate
 from sim.rewrites.values import departures
@@ -52,6 +53,22 @@ def test_each_tensor_goes_once_without_duplicates_and_weights_stay_if_told(run) 
     assert done.out == done.back == {"x": 10}
     assert done.moves[0] == ("d2h", "x", 25, 35)  # after its last forward use
     assert done.time == 70 + 20
+
+
+@pytest.mark.parametrize(("held", "peak"), [("the batch", 30), ("a variable", 40), ("", 30)])
+def test_what_the_program_holds_beyond_backward_stays_beside_its_copy(held, peak) -> None:
+    """The batch x, what is saved (x, or else y), its copy and the gradient, 10 bytes each, while backward runs."""
+    b = TraceBuilder()
+    x, y, z, loss = b.tensor("x", 10, "input"), b.tensor("y", 10), b.tensor("z", 10), b.tensor("loss.out", 0)
+    g, done = b.tensor("g", 10, "temporary"), b.tensor("done", 0, "temporary")
+    saved = x if held == "the batch" else y
+    b.op("first", "matmul", reads=[x], writes=[y], duration=10)
+    b.op("second", "matmul", reads=[saved], writes=[z], duration=10)
+    b.op("loss", "loss", reads=[z], writes=[loss], duration=10)
+    b.op("second.bwd", "matmul", reads=[loss, saved], writes=[g], phase="backward", duration=10)
+    b.op("update", reads=[g], writes=[done], phase="update", releases=[y] if held == "a variable" else [], duration=10)
+    log = simulate(b.build(outputs=[done]), machine(), "save_on_cpu").log
+    assert peaks_by_phase(log)["backward"] == peak
 
 
 def named_for_longer(named: bool) -> Trace:
