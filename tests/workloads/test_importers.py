@@ -228,6 +228,15 @@ def test_a_copy_of_a_bias_reads_no_other_storage_and_the_product_writes_what_it_
     assert trace.tensors[added.writes[0]].replaces == copied.writes[0]
 
 
+def test_parts_of_a_tensor_are_read_as_the_whole_once(tmp_path: Path) -> None:
+    made = [call("aten::mm", 0, 5, **shapes([2, 4], [4, 12])), memory(1, 96, 1, 96)]
+    other = [call("aten::mul", 10, 5, **shapes([2, 12])), memory(11, 32, 2, 128), memory(12, 96, 3, 224)]
+    parts = {**shapes([2, 4], [2, 4]), "Input Strides": [[12, 1], [12, 1]]}
+    released = memory(26, -96, 1, 128)
+    trace = chrome(tmp_path, *made, *other, call("aten::add", 20, 5, **parts), released)
+    assert trace.ops[2].reads == trace.ops[0].writes
+
+
 def test_what_a_call_of_backward_allocates_before_its_calls_is_not_the_previous_ops(tmp_path: Path) -> None:
     engine = call("autograd::engine::evaluate_function: AddmmBackward0", 0, 60)
     product = [call("aten::mm", 1, 20, **shapes([4, 4], [4, 4])), memory(2, 64, 1, 64)]

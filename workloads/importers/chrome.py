@@ -12,13 +12,13 @@ release point, which is not a read); an allocation that lives within one op is w
 therefore has exactly the allocator's own peak.
 
 Assumptions: an input is the newest live storage of equal size that was there before the call, preferring those that
-the forward op of the same sequence number touched; one that is expanded has the size of what it shows. Inputs without a
-match were allocated before the recording and are left out. An op whose name ends in `_` writes its first input in
-place, or what has just been allocated with the size of that input; a call whose result was allocated before other calls
-within it (the copy of a bias) writes that in place. Memory that the allocator held before the first event is one tensor
-that stays to the end. A recording without marked steps is one
-iteration, however often it calls an optimizer; if that is more than once, meta["assumed"] says so. Time between ops
-(Python, the launch of views) is not replayed; it is in meta["between_ops_ns"].
+the forward op of the same sequence number touched and those that are released as the op ends; one that is expanded has
+the size of what it shows, and a part of a tensor that of the whole. Inputs without a match were allocated before the
+recording and are left out. An op whose name ends in `_` writes its first input in place, or what has just been
+allocated with the size of that input; a call whose result was allocated before other calls within it (the copy of a
+bias) writes that in place. Memory that the allocator held before the first event is one tensor that stays to the end. A recording
+without marked steps is one iteration, however often it calls an optimizer; if that is more than once, meta["assumed"]
+says so. Time between ops (Python, the launch of views) is not replayed; it is in meta["between_ops_ns"].
 """
 
 from __future__ import annotations
@@ -523,8 +523,11 @@ class _Reader:
             return (s for s in storages if s in held and s not in matched and s not in inner)
 
         for given in inputs:
-            for wanted in dict.fromkeys((given.bytes, -(-given.bytes // ROUNDING) * ROUNDING)):
+            size = given.whole_bytes or given.bytes
+            for wanted in dict.fromkeys((size, -(-size // ROUNDING) * ROUNDING)):
                 held = self.live.get(wanted, {})
+                if given.whole_bytes and any(s in held for s in matched):
+                    break  # another part of the same
                 going, newest = reversed(leaving), reversed(held)
                 if matched:
                     choice = next(free(chain(first, going, newest)), None)

@@ -19,11 +19,19 @@ class Input:
 
     shape, kind: its sides, and the C++ name of its elements' type ("" where that is not known).
     shown: its sides without those along which it is expanded, whose elements are all the same ones.
+    span: elements from its first to the end of the last row that its strides show, 0 where they are not known. Of a
+        part of a tensor (a third of the columns) it is the whole.
     """
 
     shape: tuple[int, ...]
     kind: str
     shown: tuple[int, ...]
+    span: int = 0
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of what it is a part of, 0 where it is none, or that is not known."""
+        return self.span * self.item if self.span > math.prod(self.shown) else 0
 
     @property
     def item(self) -> int:
@@ -58,7 +66,8 @@ def inputs_of(args: dict[str, Any]) -> list[Input]:
 def _input(shape: list[int], kind: str, strides: Any) -> Input:
     known = isinstance(strides, list) and len(strides) == len(shape)
     shown = tuple(n for n, step in zip(shape, strides) if step != 0 or n == 0) if known else tuple(shape)
-    return Input(tuple(shape), kind, shown)
+    span = max((n * step for n, step in zip(shape, strides) if type(step) is int), default=0) if known else 0
+    return Input(tuple(shape), kind, shown, span if 0 <= span < 1 << 50 else 0)
 
 
 def _is_shape(value: Any) -> bool:
