@@ -16,9 +16,10 @@ the forward op of the same sequence number touched and those that are released a
 the size of what it shows, and a part of a tensor that of the whole. Inputs without a match were allocated before the
 recording and are left out. An op whose name ends in `_` writes its first input in place, or what has just been
 allocated with the size of that input; a call whose result was allocated before other calls within it (the copy of a
-bias) writes that in place. Memory that the allocator held before the first event is one tensor that stays to the end. A recording
-without marked steps is one iteration, however often it calls an optimizer; if that is more than once, meta["assumed"]
-says so. Time between ops (Python, the launch of views) is not replayed; it is in meta["between_ops_ns"].
+bias) writes that in place. Memory that the allocator held before the first event is one tensor that stays to the end.
+A recording without marked steps is one iteration, however often it calls an optimizer; if that is more than once,
+meta["assumed"] says so. Time between ops (Python, the launch of views) is not replayed; it is in
+meta["between_ops_ns"].
 """
 
 from __future__ import annotations
