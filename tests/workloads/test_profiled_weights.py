@@ -181,7 +181,12 @@ def peak(trace: Trace, policy: str = "keep_all") -> int:
     return int(simulate(trace, load_profile("a100_40_pcie"), policy).summary()["peak_bytes"])
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("SGD", "microbatches", "gradients that stay", "autocast", "checkpoints", "norms first", "cells")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_a_profile_with_its_module_is_what_the_capture_of_the_step_is(name, tmp_path):
     from workloads.capture import capture
 
@@ -252,3 +257,27 @@ def test_a_profile_without_a_stack_has_the_weights_of_its_module_all_the_same(tm
     trace = load_trace(path, module=model, optimizer=tuned)
     assert reads(trace, "forward") == Counter((-1, name) for name, _ in model.named_parameters())
     assert at_start(trace, "weight") == sum(4 * p.numel() for p in model.parameters())
+
+
+def test_a_call_round_a_product_that_took_long_leaves_the_weight_to_the_product(tmp_path):
+    """The layer's own call is an op, since it took longer than the product: backward finds what the product read."""
+
+    def call(name: str, start: int, span: int, *dims: list[int], number: int | None = None) -> dict[str, Any]:
+        args = {"Input type": ["float"] * len(dims), "Input Dims": [*dims]}
+        args |= {} if number is None else {"Sequence number": number}
+        return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": start, "dur": span, "args": args}
+
+    made = {"Bytes": 512, "Addr": 1, "Total Allocated": 512, "Device Type": 0, "Device Id": -1}
+    events = [
+        call("aten::linear", 0, 90, [4, 8], [16, 8], number=1),
+        call("aten::mm", 60, 10, [4, 8], [8, 16], number=2),
+        {"ph": "i", "name": "[memory]", "pid": 1, "tid": 1, "ts": 61, "args": made},
+        call("autograd::engine::evaluate_function: MmBackward0", 100, 50, number=2),
+        call("aten::mm", 110, 20, [4, 16], [16, 8]),
+    ]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    trace = load_trace(path, module=nn.Linear(8, 16, bias=False))
+    assert [sorted(reads(trace, phase)) for phase in ("forward", "backward")] == [[(-1, "weight")]] * 2
+    assert [op.kind for op in trace.ops] == ["other", "matmul", "matmul"]
+    assert "uncounted" not in trace.meta

@@ -398,8 +398,9 @@ class _Reader:
             touched += (*used, *part.made)[: MOST_TOUCHED - len(touched)]
         if part.first or writes or part.released or part.workspace:
             kind = "other" if stopped else self._kind(part.unit, phase)
+            kind = "other" if kind in PRODUCTS and not call.is_main else kind  # what calls a product for it
             shapes = [given.shape for given in inputs]
-            flops = self._flops(part.unit, shapes) if part.first and not stopped else 0
+            flops = self._flops(part.unit, shapes) if part.first and not stopped and call.is_main else 0
             values = call.args.get(VALUES)
             causal = isinstance(values, list) and is_causal(call.name, values)
             if part.first and not flops and kind in PRODUCTS:

@@ -109,8 +109,11 @@ class WeightReads:
         each: dict[int, tuple[list[int], list[int]]] = {}
         left = list(weights)  # twins go to one op each
         products = []
-        for unit in self._outermost.units[top]:
-            op = self._line.calls[self._line.units[unit].call]
+        units = self._outermost.units[top]
+        calls = {unit: self._line.calls[self._line.units[unit].call] for unit in units}
+        # products first: a call round one may be an op, too, if it took long
+        for unit in sorted(units, key=lambda unit: not calls[unit].is_main):
+            op = calls[unit]
             if op.parent >= 0 and self._line.calls[op.parent].is_main:
                 each[unit] = [], weights
                 continue
@@ -118,7 +121,7 @@ class WeightReads:
             each[unit] = found, list(found)
             if op.is_main:
                 products.append(unit)
-        for unit in products or self._outermost.units[top][:1]:
+        for unit in products or units[:1]:
             each[unit][0].extend(left)
         return each
 
