@@ -394,8 +394,8 @@ class _Reader:
         self.made += ((part.unit, s) for s in part.made)
         self.later = 0 if part.first else self.later + 1
         if sequence is not None and phase == "forward":
-            touched = self.touched_by_sequence.setdefault(sequence, [])
-            touched += (*used, *part.made)[: MOST_TOUCHED - len(touched)]
+            touched = (*used, *part.made, *self.touched_by_sequence.get(sequence, ()))  # the last op has the number
+            self.touched_by_sequence[sequence] = list(touched[:MOST_TOUCHED])
         if part.first or writes or part.released or part.workspace:
             kind = "other" if stopped else self._kind(part.unit, phase)
             kind = "other" if kind in PRODUCTS and not call.is_main else kind  # what calls a product for it

@@ -30,6 +30,8 @@ READERS = re.compile(r"mm|matmul|linear|conv|norm|embedding|lstm|gru|rnn|einsum|
 """Ops of forward that read weights, by name; another does where no other storage has the size."""
 SECOND = re.compile(r"addmm|baddbmm|addbmm|addmv|embedding")
 """Those whose activations are not the first input."""
+MOST_OF_A_NUMBER = 64
+"""How many weights are remembered per sequence number: a frozen model's ops all have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +278,12 @@ class KnownWeights:
         return chosen
 
     def note(self, sequence: int | None, weights: Iterable[int]) -> None:
-        """An op of forward, of that number for backward, reads these."""
+        """An op of forward, of that number for backward, reads these.
+
+        Ops without a gradient have the number of the next that has one, so that the last op is the one that counts.
+        """
         if sequence is not None:
-            self._of_sequence.setdefault(sequence, []).extend(weights)
+            self._of_sequence[sequence] = [*weights, *self._of_sequence.get(sequence, ())][:MOST_OF_A_NUMBER]
 
     def read_backward(self, name: str, inputs: Sequence[Input], sequence: int | None, call: int) -> list[int]:
         """For each input of an op of backward the weight that it is, -1 for none: each is one in each call.
