@@ -162,6 +162,12 @@ def test_a_callers_own_time_is_an_op_only_if_it_is_the_longest(tmp_path: Path) -
     ]
 
 
+def test_what_only_calls_others_for_autograd_is_never_an_op_however_long_it_took(tmp_path: Path) -> None:
+    wrapper = [call("autograd::engine::evaluate_function: MmBackward0", 0, 100), call("MmBackward0", 5, 90)]
+    trace = chrome(tmp_path, *wrapper, call("aten::mm", 10, 10, **shapes([2, 2])), memory(11, 16, 1, 16))
+    assert [(op.name, op.duration) for op in trace.ops] == [("0.aten::mm", 100_000)]
+
+
 def test_kernels_give_the_op_that_launched_them_its_time(tmp_path: Path) -> None:
     def launch(time: float, number: int) -> dict[str, Any]:
         args = {"correlation": number}

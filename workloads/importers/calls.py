@@ -61,7 +61,7 @@ class Timeline:
     A call that calls only silent ones (allocations, views) is one op, including their time. If a call has other calls,
     the longest section of its own time is an op if it is longer than any of them, or if it is a product or a norm (a
     small product may take less time than the copy of its bias); the rest of its own time is added to the preceding op
-    of the same outermost call, or to the next one.
+    of the same outermost call, or to the next one. What only calls others (for autograd, for a copy) is never an op.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -133,9 +133,9 @@ def _units(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[Uni
     sections = _sections(calls, order, busy)
     best: dict[int, _Section] = {}
     for part in sections:
-        if not part.is_unit and (
-            part.call not in best or part.end - part.start > best[part.call].end - best[part.call].start
-        ):
+        if part.is_unit or is_silent(calls[part.call].name):
+            continue
+        if part.call not in best or part.end - part.start > best[part.call].end - best[part.call].start:
             best[part.call] = part
     for call, part in best.items():
         part.is_unit = calls[call].is_main or part.end - part.start > calls[call].longest
