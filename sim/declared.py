@@ -17,6 +17,7 @@ import operator
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 from weakref import WeakKeyDictionary
@@ -273,6 +274,15 @@ def _within(declared: Any, value: Any) -> bool:
 
 def _adapter(declared: Any) -> Callable[[Any], bool]:
     """pydantic's check of a type."""
+    try:
+        return _made_adapter(declared)
+    except TypeError:  # what cannot be hashed is not kept
+        return _made_adapter.__wrapped__(declared)
+
+
+@cache
+def _made_adapter(declared: Any) -> Callable[[Any], bool]:
+    """The same, made once for each type."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     # in a tuple, because some types refuse a configuration from outside

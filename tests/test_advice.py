@@ -14,7 +14,7 @@ import pytest
 
 from sim.advice import advise
 from sim.advice.answer import figures
-from sim.advice.bench import pace_of
+from sim.advice.bench import STOPPED, pace_of
 from sim.advice.candidates import candidates, lean, space
 from sim.advice.ceiling import keeps_to_class
 from sim.advice.goals import candidates_for
@@ -517,6 +517,70 @@ def test_what_is_not_given_is_what_studies_take(config, monkeypatch):
     monkeypatch.setattr("sim.advice.candidates.names", lambda: FEW)
     rows = Search(Question({"model": config, "batch": 2, "sequence": 64}, "a100_40_pcie"), Trials(1000, jobs=1)).run()
     assert any(map(fits, rows))
+
+
+class Rehearsed(Trials):
+    """A search on one process whose runs take made-up times: a clock that they alone move.
+
+    runs: policy -> seconds of its run, and makespan in ns, 0 where it does not fit; all others do not fit at once.
+    """
+
+    def __init__(self, seconds, runs):
+        super().__init__(seconds, jobs=1)
+        self.clock, self.runs, self.started = 0.0, runs, []
+
+    @property
+    def used_s(self):
+        return self.clock
+
+    def _here(self, job):
+        policy = str(job.task["policy"])
+        if job.task.get("pace"):
+            return {"row": {"status": "ok", "makespan_ns": 1, "samples_per_s": 1e9}, "ran": {"wall_s": 0.0}}
+        seconds, time = self.runs.get(policy, (0.0, 0))
+        stop_s = job.task.get("stop_s", float("inf"))
+        self.clock += min(seconds, stop_s, self.left_s)
+        self.started.append(policy)
+        if stop_s < seconds:
+            return {"row": {"status": "timed_out"}, "ran": {"wall_s": stop_s, STOPPED: stop_s}}
+        rate = {"makespan_ns": time, "samples_per_s": 1e9 / time, "peak_bytes": 1, "recompute_ns": 0} if time else {}
+        return {"row": {"status": "ok" if time else "infeasible", **rate}, "ran": {"wall_s": seconds}}
+
+
+def test_what_plans_for_long_keeps_nothing_that_is_faster_from_being_run(config, monkeypatch):
+    """All that is quick, and what is likely to be the fastest where something fits, in a part of the time of all."""
+    long = ("hybrid", "modnn", "rotor", "tso", "capuchin")
+    few = ("keep_all", "full_recompute", "dtr", "superoffload", "stronghold", "zero_offload", *long)
+    monkeypatch.setattr("sim.advice.candidates.names", lambda: few)
+    monkeypatch.setattr("sim.advice.narrowing._in_class", lambda asked: float("inf"))
+    asked = Question({"model": config, "batch": 2, "micro_batches": 1, **AXES}, "a100_40_pcie", budget=8_000_000)
+    vars(asked)["kept"] = 1, 1  # nothing is left out by a bound
+    slow = {name: (20.0, 0) for name in space().every if name.endswith(long)}
+    quick = {"stronghold + full_recompute": (0.1, 3000), "stronghold + dtr": (0.2, 2900),
+             "superoffload + dtr": (0.2, 2500)}  # fmt: skip
+    trials = Rehearsed(60.0, {**slow, **quick, "superoffload + hybrid": (20.0, 2000)})
+    assert sum(seconds for seconds, _ in slow.values()) > 2 * trials.seconds
+    assert best(Search(asked, trials).run())["policy"] == "superoffload + hybrid"
+
+
+def test_a_run_that_is_stopped_for_now_is_run_again_with_more_time_only(config, monkeypatch):
+    asked = Question({"model": config, "batch": 2, **AXES}, "a100_40_pcie")
+    trials, told = Trials(1000, jobs=1), []
+    trials.on_row = lambda row, done, of: told.append((row["policy"], done, of))
+
+    def rows(stop_s):
+        return [row["policy"] for row in trials.each([(asked, ["hybrid", "keep_all"], {})], lambda labels: True,
+                                                     stop_s=stop_s)]  # fmt: skip
+
+    assert rows(1e-3) == []
+    assert trials.least_s(asked, "hybrid") >= 1e-3
+    assert trials.least_s(asked, "optimizer_in_backward + hybrid") >= 1e-3
+    with monkeypatch.context() as patched:
+        patched.setattr(trials, "_here", None)  # nothing is started that is known to take so long
+        assert rows(1e-3) == []
+    assert rows(None) == ["hybrid", "keep_all"]
+    assert told == [("hybrid", 1, 2), ("keep_all", 2, 2)]
+    assert trials.skipped == 0
 
 
 def test_what_is_known_to_take_longer_than_is_left_is_not_started(config):

@@ -11,6 +11,7 @@ from sim.errors import Infeasible
 from sim.experiment import Result, problem_for, simulate, unlimited
 from sim.hardware.platform import Platform
 from sim.iterations import run_iteration
+from sim.limits import TooLong, limited
 from sim.log import EventLog
 from sim.plan import Plan, Problem
 from sim.policies import load
@@ -20,13 +21,27 @@ from sim.search import are_same
 from sim.sweeps import cell
 from sim.trace.graph import Trace
 
+STOPPED = "stopped_s"
+"""The key of an outcome that says after how much processor time its run was stopped for now."""
+
 
 class Bench(cell.Bench):
     """Runs tasks as `sim.sweeps.cell.Bench` does; see there.
 
-    A task with `pace` runs what `pace_of` says instead. Runs of compositions are compared with everything kept, not
+    A task with `pace` runs what `pace_of` says instead. One with `stop_s` is stopped after so much processor time, and
+    this process goes on with all that it has cached. Runs of compositions are compared with everything kept, not
     with their own parts' freedoms in unlimited memory, which would plan each of them a second time.
     """
+
+    def _answer(self, task: cell.Task) -> tuple[dict[str, Any], dict[str, Any]]:
+        stop_s = task.get("stop_s")
+        if stop_s is None:
+            return super()._answer(task)
+        try:
+            with limited(stop_s, more=""):
+                return super()._answer(task)
+        except TooLong as error:
+            return {"status": "timed_out", "fits": None, "error": str(error)}, {STOPPED: stop_s}
 
     def _simulated(self, task: cell.Task, trace: Trace, limited: Platform, policy: Policy) -> Result:
         if task.get("pace"):

@@ -9,7 +9,7 @@ from itertools import combinations
 from sim.advice.state import State
 from sim.policies import load, names
 
-FIRST = ("hybrid", "full_recompute", "selective_recompute", "swap_all", "tso", "rotor", "capuchin", "dtr")
+FIRST = ("hybrid", "full_recompute", "selective_recompute", "swap_all", "dtr", "tso", "rotor", "capuchin")
 """Policies of activations that are tried before others; order changes no answer of a search that ends in time."""
 OFFLOADED = "full_recompute; checkpoints: swap_all"
 """Recompute all but the checkpoints, and copy those to the host: the least memory for activations."""

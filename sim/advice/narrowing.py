@@ -1,9 +1,12 @@
 """The search at one batch: what each way could reach at most, then rounds of ever fewer ways.
 
 A *way* is policies of state (one, a pair, or none) with a number of micro-batches. A few combinations of every way are
-run first; then all without policies of state; then, with policies of state, what has been the fastest without; then all
-that is left. Each round goes on with the ways whose best so far is near the best of all, and with those that nothing
-has fitted yet. Before each run it is asked whether it can still win, by bounds on the speed of its way:
+run first; then what plans quickly, all of it without policies of state and a few beside each of these; then, beside the
+best policies of state and without any, what is likely to be the fastest, however long it plans; then all that is left,
+the quick ones first. Some policies plan for a hundred times as long as others: a run that exceeds its round's part of
+the time is stopped for now, and those that have been slow in one way wait in the others. Each round goes on with the
+ways whose best so far is near the best of all, and with a few of those that nothing has fitted yet. Before each run it
+is asked whether it can still win, by bounds on the speed of its way:
 
 - without policies of state nothing is faster than everything kept in unlimited memory, with as many micro-batches;
 - what only drops, recomputes and copies activations takes at least what `sim.least_time` proves for the budget;
@@ -34,7 +37,10 @@ from sim.policies import load
 PROBES = ("", "keep_all", BESIDE[0])
 """What is combined with the policies of every way."""
 FEW = 5
-"""How many of those that have been the fastest without policies of state are combined next."""
+"""How many of those that have been the fastest are combined next with the policies of a way."""
+STOPS = (1 / 64, 1 / 16, 1 / 4)
+"""Parts of the search's time that a run may take in one round after the other, so that few policies that plan for long
+keep none of the others from being run."""
 FAR, NEAR = 0.6, 0.9
 """Parts of the speed of the best run that a way has to reach to be tried further, and to be tried to its end."""
 
@@ -84,7 +90,7 @@ def by_ceiling(variants: Sequence[Question], trials: Trials) -> list[Question]:
     for i, each in enumerate(variants):
         if trials.left_s:
             speeds[i] = ceiling(each).speed
-    trials.skipped += len(variants) - len(speeds)
+    trials.skipped_variants += len(variants) - len(speeds)
     return [variants[i] for i in sorted(speeds, key=lambda i: -speeds[i])]
 
 
@@ -101,6 +107,7 @@ class Search:
         self.least = least
         self.ran: dict[tuple[Any, ...], Row] = {}
         self._most: dict[tuple[Any, ...], float] = {}
+        self.ways: list[Way] = []
 
     def run(self) -> list[Row]:
         """The rows of all rounds."""
@@ -109,22 +116,49 @@ class Search:
             state = state_of(each.trace, each.limited)
             if not state.exceeds_all:
                 ways += self._first_round(each, _names(all_, state))
-        ways = self._near(ways, FAR)
-        plain, stacked = [way for way in ways if not way.base], [way for way in ways if way.base]
-        self._try_all(plain)
-        self._try(stacked, {way: self._order(way)[:FEW] for way in stacked})
-        self._try_all(self._near(stacked, NEAR))
+        self.ways = self._near(ways, FAR)
+        plain, stacked = [way for way in self.ways if not way.base], [way for way in self.ways if way.base]
+        stops = [*(part * self.trials.seconds for part in STOPS), None]
+        for stop_s in stops[:2]:
+            self._try_all(plain, stop_s)
+        self._try(stacked, {way: self._next(way, stops[0])[:FEW] for way in stacked}, stops[0])
+        self._lead(plain, stacked)
+        for stop_s in stops:
+            self._try_all(plain, stop_s)
+            near = self._near(stacked, NEAR)
+            self._try(near, {way: self._next(way, stop_s)[: None if self._best(way) else FEW] for way in near}, stop_s)
+        left = self._near(stacked, NEAR)
+        self._try(left, {way: self._next(way, None) for way in left})
         return [*self.ran.values()]
+
+    def _lead(self, plain: Sequence[Way], stacked: Sequence[Way]) -> None:
+        """Run what is likely to be the fastest without policies of state, and beside the best, however long it plans."""
+        first = [way for ways in (plain, stacked) for way in self._near(ways, 0.0)[:1]]
+        self._try(self._near(first, 0.0), {way: self._next(way, None)[:FEW] for way in first})
+
+    def _next(self, way: Way, stop_s: float | None) -> list[str]:
+        """What is combined with the policies of a way next: what has not been, and may take less than some time."""
+        return [
+            other for other in self._order(way) if way.key(other) not in self.ran
+            and (stop_s is None or self._takes_s(other) < stop_s)
+        ]  # fmt: skip
+
+    def _takes_s(self, other: str) -> float:
+        """Seconds that a policy may take beside those of any way: as long as it has beside some."""
+        return max(
+            (self.trials.least_s(each.asked, each.names[other]) for each in self.ways if other in each.names),
+            default=0.0,
+        )
 
     def _near(self, ways: Sequence[Way], part: float) -> list[Way]:
         """Those ways that reach this part of the best run, the best first, and then those that nothing has fitted."""
         found = [way for way in ways if self._best(way) >= part * self.top or not self._best(way)]
         return sorted(found, key=lambda way: (-self._best(way), -way.most))
 
-    def _try_all(self, ways: Sequence[Way]) -> None:
+    def _try_all(self, ways: Sequence[Way], stop_s: float | None) -> None:
         """Run all of some ways; what the first of them shows decides the order in the others."""
         for some in (ways[:1], ways[1:]):
-            self._try(some, {way: self._order(way) for way in some})
+            self._try(some, {way: self._order(way) for way in some}, stop_s)
 
     @property
     def top(self) -> float:
@@ -172,13 +206,20 @@ class Search:
                 paces[base] = min(paces[part] for part in parts)
         return paces
 
-    def _try(self, ways: Sequence[Way], beside: Mapping[Way, Sequence[str]]) -> None:
-        """Run what is to be combined with each of some ways and may still win."""
+    def _try(self, ways: Sequence[Way], beside: Mapping[Way, Sequence[str]], stop_s: float | None = None) -> None:
+        """Run what is to be combined with each of some ways and may still win: of each way one, then the next of each.
+
+        stop_s: as for `Trials.each`; what has taken so long in one way is not run in others.
+        """
         self._most |= {way.key(other): self._bound(way, other) for way in ways for other in way.names}
         for row in self.trials.each(
             [(way.asked, [way.names[other] for other in beside[way] if other in way.names], {}) for way in ways],
-            wanted=lambda labels: self._most[way_of(labels)] * (1 - WORTH) > self.top,
+            wanted=lambda labels: (
+                self._most[way_of(labels)] * (1 - WORTH) > self.top
+                and (stop_s is None or self._takes_s(str(labels["policy"]).rpartition(" + ")[2]) < stop_s)
+            ),
             task=BOUND,
+            stop_s=stop_s,
         ):
             self.ran[way_of(row)] = row
 
@@ -202,16 +243,18 @@ class Search:
         return max((speed(row) for row in rows if row is not None and fits(row)), default=0.0)
 
     def _order(self, way: Way) -> list[str]:
-        """What is combined with the policies of a way, that first which has been fast with others."""
-        fast: dict[str, float] = {}
-        for (name, *_), row in self.ran.items():
-            other = next((other for other in way.names if name == other or name.endswith(f" + {other}")), "")
-            if fits(row):
-                fast[other] = max(speed(row), fast.get(other, 0.0))
+        """What is combined with the policies of a way: first what comes near the best of some way, or is likely to."""
+        merit = dict.fromkeys(BESIDE, 1.0)
+        for each in self.ways:
+            best = self._best(each)
+            for other in each.names if best else ():
+                row = self.ran.get(each.key(other))
+                if row is not None and fits(row):
+                    merit[other] = max(speed(row) / best, merit.get(other, 0.0))
         usual = [*dict.fromkeys((*BESIDE, *FIRST, *way.names))]
         return sorted(
             way.names,
-            key=lambda other: (-fast.get(other, 0.0), bool(other and UNUSUAL & load(other).needs), usual.index(other)),
+            key=lambda other: (-merit.get(other, 0.0), bool(other and UNUSUAL & load(other).needs), usual.index(other)),
         )
 
 

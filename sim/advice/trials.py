@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain, zip_longest
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from sim.advice.bench import Bench
+from sim.advice.bench import STOPPED, Bench
 from sim.advice.question import OPEN, Question
 from sim.limits import TooLong, limited
 from sim.policies import is_shipped
@@ -48,7 +49,7 @@ class Planned(NamedTuple):
 
 
 class Trials:
-    """The runs of one search; `skipped` counts those without time left, `pruned` those that were wanted no longer.
+    """The runs of one search.
 
     seconds: wall-clock time of the search. A run that has not ended then is stopped; none starts that is known not to
         end in time, since a part of it alone has taken longer than what is left.
@@ -69,8 +70,14 @@ class Trials:
         self.rows: dict[str, Row] = {}
         self._took: dict[tuple[str, str], float] = {}
         self._ops: dict[str, int] = {}
-        self.skipped = 0
-        self.pruned = 0
+        self._groups: dict[str, str] = {}
+        self._late: set[str] = set()
+        self.skipped_variants = 0
+
+    @property
+    def skipped(self) -> int:
+        """How many runs were wanted to the end, and had no time."""
+        return self.skipped_variants + sum(id not in self.rows for id in self._late)
 
     @property
     def left_s(self) -> float:
@@ -122,13 +129,20 @@ class Trials:
         asked: Iterable[tuple[Question, Iterable[str], Mapping[str, Any]]],
         wanted: Callable[[Mapping[str, Any]], bool],
         task: Mapping[str, Any] = NOTHING,
+        *,
+        stop_s: float | None = None,
     ) -> Iterator[Row]:
-        """The rows of several questions as they are found, those first that have been run before.
+        """The rows of several questions as they are found: one of each, then the next of each.
 
         wanted: whether a run may still matter, by the labels of its cell; asked just before it would start.
         task: as for `run`.
+        stop_s: processor time after which a run is stopped for now: it has no row, and may be tried with more. What
+            is known to take so long is not started. None for no such time.
         """
-        yield from self._each(self._cells(asked, task), wanted)
+        task = task if stop_s is None else {**task, "stop_s": stop_s}
+        each = [[*self._cells([one], task).items()] for one in asked]
+        turns = dict(filter(None, chain.from_iterable(zip_longest(*each))))
+        yield from self._each(turns, wanted, stop_s)
 
     def _cells(
         self,
@@ -151,10 +165,15 @@ class Trials:
 
     def _ops_of(self, asked: Question) -> int:
         """How many ops a question's trace has, which no figure of the machine changes."""
-        key = repr((dict(asked.workload), asked.profile, dict(asked.parallel or {})))
+        key = self._key(asked)
         if key not in self._ops:
             self._ops[key] = asked.ops
         return self._ops[key]
+
+    @staticmethod
+    def _key(asked: Question) -> str:
+        """What a question's trace is made of."""
+        return repr((dict(asked.workload), asked.profile, dict(asked.parallel or {})))
 
     def at_any_rate(self, asked: Question, policy: str) -> Row:
         """The row of a policy that is known to fit, whatever time is left."""
@@ -164,36 +183,45 @@ class Trials:
             self.rows[id] = _fullest({**each.cell.labels, **outcome["row"], **outcome["ran"]})
         return self.rows[id]
 
-    def _each(self, cells: Mapping[str, Planned], wanted: Callable[[Mapping[str, Any]], bool]) -> Iterator[Row]:
+    def _each(
+        self,
+        cells: Mapping[str, Planned],
+        wanted: Callable[[Mapping[str, Any]], bool],
+        stop_s: float | None = None,
+    ) -> Iterator[Row]:
         """The rows of cells; see `each`."""
         yield from [self.rows[id] for id in cells if id in self.rows]
         left = {id: each for id, each in cells.items() if id not in self.rows}
         if not left:
             return
-        started = pruned = done = 0
+        waiting, done = {*left}, 0
 
         def starts(job: Job) -> bool:
-            nonlocal started, pruned
-            is_wanted = wanted(left[job.id].cell.labels)
-            can_end = is_wanted and self._least_s(job) < self.left_s
-            started += can_end
-            pruned += not is_wanted
-            return can_end
+            least_s = self._least_s(job.group, str(job.task["policy"]))
+            is_postponed = stop_s is not None and least_s >= stop_s
+            if is_postponed or not wanted(left[job.id].cell.labels):
+                waiting.discard(job.id)
+                return False
+            return least_s < self.left_s
 
         if self.left_s:
             with closing(self._outcomes([*left.values()], starts)) as outcomes:  # ends what still runs
                 for id, outcome in outcomes:
                     cell, tags, _ = left[id]
-                    self._took[cell.group, str(cell.labels["policy"])] = float(outcome["ran"].get("wall_s", 0.0))
+                    took = float(outcome["ran"].get("wall_s", 0.0))
+                    self._took[cell.group, str(cell.labels["policy"])] = max(took, outcome["ran"].get(STOPPED, 0.0))
+                    waiting.discard(id)
+                    if STOPPED in outcome["ran"]:
+                        continue
                     self.rows[id] = _fullest({**cell.labels, **tags, **outcome["row"], **outcome["ran"]})
                     done += 1
                     if self.on_row:
-                        self.on_row(self.rows[id], done, len(left) - pruned)
+                        self.on_row(self.rows[id], done, done + len(waiting))
                     yield self.rows[id]
                     if not self.left_s:
                         break
-        self.pruned += pruned
-        self.skipped += len(left) - done - pruned
+        self._late -= {*left}
+        self._late |= {id for id in waiting if wanted(left[id].cell.labels)}
 
     def _outcomes(
         self, cells: Sequence[Planned], wanted: Callable[[Job], bool]
@@ -215,10 +243,15 @@ class Trials:
         except TooLong:
             return timed_out(limit)
 
-    def _least_s(self, job: Job) -> float:
+    def least_s(self, asked: Question, policy: str) -> float:
         """Seconds that a run takes at least, as far as its parts alone, or the whole, have shown."""
-        policy = str(job.task["policy"])
-        return max(self._took.get((job.group, name), 0.0) for name in (policy, *policy.split(" + ")))
+        key = self._key(asked)
+        if key not in self._groups:
+            self._groups[key] = asked.cells([policy])[0].group
+        return self._least_s(self._groups[key], policy)
+
+    def _least_s(self, group: str, policy: str) -> float:
+        return max(self._took.get((group, name), 0.0) for name in (policy, *policy.split(" + ")))
 
     def close(self) -> None:
         """End the processes."""
