@@ -17,13 +17,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from sim.analysis.peak_memory import home_peak
 from sim.arguments import explained
 from sim.errors import LayoutError, TiersimError, near
-from sim.experiment import simulate
+from sim.experiment import reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.layout import Layout, check_context, divisible, lay_out
@@ -38,6 +39,8 @@ from sim.trace.tensor import ROLES
 
 POLICIES = ("keep_all", "selective_recompute", "full_recompute")
 MOST = 12
+NEARLY = 0.005
+"""Times that differ by less than this fraction count as equal where only the fastest is asked for."""
 SEARCHED = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
 """Schedules that a search tries: those whose iterations compute the same, without the one that never overlaps."""
 
@@ -73,11 +76,14 @@ class LayoutSearch:
     rows: all that was simulated, in the order of the search.
     cannot_fit: layouts whose part of the training state alone is more than a device has.
     left_out: layouts that were not simulated, since `most` came before them in the estimate, or for lack of time.
+    unlimited: of a search for the fastest alone, time in ns and peak of each layout with everything kept in unlimited
+        memory.
     """
 
     rows: tuple[Found, ...]
     cannot_fit: int
     left_out: int
+    unlimited: Mapping[Layout, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def fitting(self) -> list[Found]:
@@ -118,6 +124,7 @@ def search_layouts(
     seconds: float | None = None,
     overrides: Mapping[str, str] | None = None,
     kernels: Callable[[Trace], Trace] | None = None,
+    fastest: bool = False,
     on_row: Callable[[Found], None] = lambda row: None,
 ) -> LayoutSearch:
     """The layouts of so many devices with each policy, simulated: the most promising ones.
@@ -131,6 +138,8 @@ def search_layouts(
     schedules: of pipelines, those to try.
     seconds: wall-clock time after which no further layout is simulated; None for no limit.
     overrides, kernels: as for `lay_out`.
+    fastest: whether only the fastest is asked for: then no policy is run in a layout that with everything kept in
+        unlimited memory takes longer than the fastest so far, and none where another is about as fast as that.
     on_row: called with each row as it is found.
 
     Raises LayoutError where no layout has so many devices, or a schedule is not one of `SEARCHED`.
@@ -156,6 +165,7 @@ def search_layouts(
         fit.sort(key=lambda layout: estimates[layout].rank(capacity))
         fit[most:] = sorted(fit[most:], key=lambda layout: estimates[layout].spare(capacity))
     rows: list[Found] = []
+    kept: dict[Layout, tuple[int, int]] = {}
     began, tried = time.monotonic(), 0
 
     def is_late() -> bool:
@@ -170,12 +180,23 @@ def search_layouts(
         except TiersimError as error:
             rows.append(Found(layout, "", None, 0, str(error)))
             continue
+        least = 0
+        if fastest:
+            kept[layout] = _kept(divided, platform)
+            least = kept[layout][0]
         for policy in policies:
-            if is_late():
+            times = [row.makespan_ns for row in rows if row.makespan_ns is not None]
+            if is_late() or (fastest and times and min(times) * (1 - NEARLY) <= least):
                 break
             rows.append(_row(layout, policy, divided, platform, budget))
             on_row(rows[-1])
-    return LayoutSearch(tuple(rows), len(candidates) - len(fit), len(fit) - tried)
+    return LayoutSearch(tuple(rows), len(candidates) - len(fit), len(fit) - tried, kept)
+
+
+def _kept(trace: Trace, platform: Platform) -> tuple[int, int]:
+    """Time in ns, and peak, of everything kept in unlimited memory."""
+    log = reference_run(trace, platform)
+    return log.end, home_peak(log)
 
 
 def _row(layout: Layout, policy: str, trace: Trace, platform: Platform, budget: int | str | None) -> Found:

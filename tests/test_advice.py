@@ -18,16 +18,18 @@ from sim.advice.bench import STOPPED, pace_of
 from sim.advice.candidates import candidates, lean, space
 from sim.advice.ceiling import keeps_to_class
 from sim.advice.goals import candidates_for
+from sim.advice.layouts import _worth
 from sim.advice.narrowing import Search, divisions
 from sim.advice.question import Question
 from sim.advice.reasons import FACTORS
 from sim.advice.state import state_of
 from sim.advice.trials import BOUND, Trials, best, fits, micro_batches, speed
-from sim.errors import Infeasible, TiersimError
+from sim.errors import Infeasible, PolicyError, TiersimError
 from sim.experiment import simulate, unlimited
 from sim.floors import largest_op
 from sim.hardware.profile import load_profile
-from sim.layout import lay_out
+from sim.layout import Layout, lay_out
+from sim.layout_search import Found, LayoutSearch, layouts
 from sim.policies import load, names
 from sim.report.verdict import difference, kind
 from sim.search import fits as it_fits
@@ -723,7 +725,6 @@ def test_a_layout_of_several_devices_is_found_together_with_the_policy(config, c
     found = advise(config, "a100_80_sxm", batch=8, devices=4, policies=FEW, seconds=60, jobs=1, **AXES)
     assert found.devices is not None
     assert found.devices.search.best is not None
-    assert found.question.parallel == found.devices.search.best.layout.said()
     log = simulate(trace_of(config, batch=8), "a100_80_sxm", found.best["policy"], parallel=found.question.parallel).log
     assert found.best["makespan_ns"] == log.end
     assert found.best["stands_for"] == 4
@@ -731,11 +732,49 @@ def test_a_layout_of_several_devices_is_found_together_with_the_policy(config, c
     assert found.best["makespan_ns"] <= min(simulated) * (1 + 0.005)
     text = found.text()
     assert "layout of 4 devices: " in text
-    assert f"on 4 devices ({found.devices.search.best.layout})" in text
+    assert f"on 4 devices ({found.question.layout})" in text
     words = ["advise", "--profile", "a100_80_sxm", "--model", config, "--seq", "64", "--batch", "4", "--devices", "2"]
     code, out, _ = tiersim(*words, "--policies", "keep_all", "--jobs", "1", "--json", capsys=capsys)
     assert code == 0
     assert json.loads(out)["layout"]
+
+
+def test_of_layouts_that_are_left_to_the_search_the_best_with_any_policy_is_found(config, monkeypatch):
+    """The layout that is the fastest with everything kept does not fit, and is the fastest with another policy."""
+    few = ("keep_all", "full_recompute", "swap_all", "zero_offload")
+    monkeypatch.setattr("sim.advice.candidates.names", lambda: few)
+    layouts = ({"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 1})
+    asked = Question({"model": config, "batch": 4, **AXES}, "mt3000_cluster", parallel=layouts[0], layouts=layouts[1:],
+                     budget=4_150_000)  # fmt: skip
+    rows = Search(asked, Trials(10_000, jobs=1)).run()
+    every = [row for each in asked.variants for row in everything_run(each, space().every, (1,))]
+    assert {row["parallel"] for row in every if fits(row)} == {each.layout for each in asked.variants}
+    assert len(rows) < len(every)
+    assert speed(best(rows)) > 0.98 * max(map(speed, filter(fits, every)))
+
+
+def test_layouts_are_left_to_the_search_by_what_they_reach_and_by_what_they_may(config):
+    dp, tp, zero, slow = Layout(dp=2), Layout(tp=2), Layout(dp=2, zero=1), Layout(pp=2)
+    rows = (Found(zero, "keep_all", 90, 1), Found(tp, "full_recompute", 95, 1), Found(dp, "keep_all", None, 0))
+    unlimited = {zero: (89, 1), tp: (80, 1), dp: (70, 1), slow: (100, 1)}
+    assert _worth(LayoutSearch(rows, 0, 0, unlimited), 5) == [zero, tp, dp]
+    assert _worth(LayoutSearch(rows, 0, 0, unlimited), 0) == [zero]
+    assert _worth(LayoutSearch(rows[2:], 0, 0, unlimited), 5) == [dp, tp, zero, slow]  # nothing has fitted
+
+
+@pytest.mark.slow
+def test_layout_and_policy_are_chosen_together(config, monkeypatch):
+    """Against every layout with every policy, where only a slower layout keeps everything."""
+    few = ("keep_all", "full_recompute", "selective_recompute", "swap_all", "hybrid", "zero_offload", "tso")
+    monkeypatch.setattr("sim.advice.candidates.names", lambda: few)
+    how = {"budget": 4_150_000}
+    found = advise(config, "mt3000_cluster", batch=4, devices=2, seconds=100, jobs=1, **how, **AXES)
+    times = {}
+    for layout, name in product(layouts(trace_of(config), 2, 4, ["1f1b"]), few):
+        with suppress(Infeasible, PolicyError):
+            times[layout, name] = simulate(trace_of(config), "mt3000_cluster", name, parallel=layout, **how).log.end
+    assert found.best["makespan_ns"] <= 1.02 * min(times.values())
+    assert min(times.values()) < 0.95 * min(time for (_, name), time in times.items() if name == "keep_all")
 
 
 def test_without_time_the_answer_about_several_devices_is_what_the_search_over_layouts_found(config, monkeypatch):

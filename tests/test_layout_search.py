@@ -137,6 +137,22 @@ def test_a_device_holds_at_least_its_part_of_the_state(base: Trace) -> None:
         assert least_state(base, layout) <= max(held)
 
 
+@pytest.mark.parametrize("part", [0.7, 1.0])
+def test_where_only_the_fastest_is_asked_for_what_cannot_be_it_is_left_out(base: Trace, part: float) -> None:
+    policies = ["keep_all", "full_recompute", "swap_all"]
+    peak = home_peak(simulate(base, "mt3000_cluster", parallel=Layout(dp=2)).log)
+    how = {"budget": int(part * peak), "most": 99, "schedules": ["1f1b"]}
+    whole = search_layouts(base, "mt3000_cluster", 2, policies, **how)
+    found = search_layouts(base, "mt3000_cluster", 2, policies, fastest=True, **how)
+    assert found.best is not None
+    assert whole.best is not None
+    assert found.best.makespan_ns <= 1.005 * whole.best.makespan_ns
+    assert len(found.rows) < len(whole.rows)
+    assert {row.layout for row in whole.rows} == {*found.unlimited}
+    kept = {row.layout: row.makespan_ns for row in whole.rows if row.policy == "keep_all" and row.makespan_ns}
+    assert kept.items() <= {layout: ns for layout, (ns, _) in found.unlimited.items()}.items()
+
+
 def test_the_best_is_the_fastest_that_was_simulated_and_fits(base: Trace) -> None:
     found = search_layouts(base, "a100_80_sxm", 2, ["keep_all", "full_recompute"], most=3)
     assert found.best is not None

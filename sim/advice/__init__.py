@@ -28,9 +28,10 @@ from sim.advice.narrowing import divisions
 from sim.advice.question import GOALS, Question, question
 from sim.advice.reasons import Change, Flip, changes, flips
 from sim.advice.state import State, state_of
-from sim.advice.trials import BOUND, OnRow, Row, Trials, best, fits, micro_batches, speed, way
+from sim.advice.trials import BOUND, EQUAL, OnRow, Row, Trials, best, fits, micro_batches, speed, way
 from sim.arguments import explained
 from sim.errors import TiersimError
+from sim.layout_search import Found
 from sim.trace.graph import Trace
 from sim.units import parse_bytes
 
@@ -77,7 +78,7 @@ def advise(
     seed: of policies that draw random numbers.
     on_row: called with each finished run, how many of its round have ended, and how many it has.
     devices: how many are used. With several `batch` is that of all of them; the first part of the search's time goes to
-        the layout (`sim.layout_search`), the rest to the policies in it, and the goal is `throughput`.
+        layouts (`sim.layout_search`), the rest to the policies in the best of them, and the goal is `throughput`.
     axes: options of `workloads.transformer`: `sequence`, `precision`, … Several values of `precision` or `optimizer`,
         with commas between them, or `any`, leave these to the search, which never changes them otherwise.
 
@@ -110,18 +111,24 @@ def advise(
             asked, over = with_layout(asked, devices, LAYOUTS * seconds)
             seconds = max(seconds / 2, seconds - (time.monotonic() - began))
             began = time.monotonic()
-        state = min((state_of(each.trace, each.limited) for each in asked.variants), key=lambda state: state.bytes)
+        first = [asked.variants[0]] if over is not None else asked.variants
+        state = min((state_of(each.trace, each.limited) for each in first), key=lambda state: state.bytes)
         search = {"batch": of_each_variant(largest_batch), "memory": of_each_variant(least_memory)}.get(
             goal, at_one_batch if fixed else of_each_variant(fastest_batch)
         )
         aside = 1 - ASIDE if all(divisions(each)[-1].exceeds for each in asked.variants) else ASIDE
         with closing(Trials((1 - aside) * seconds, jobs, on_row, began)) as trials:
             rows = search(asked, trials)
-            if over is not None and over.search.best is not None and not any(map(fits, rows)):
-                rows.append(trials.at_any_rate(asked, over.search.best.policy))
+            if over is not None and over.search.best is not None and _is_slower(best(rows), over.search.best):
+                rows.append(trials.at_any_rate(first[0], over.search.best.policy))
             trials.extend(min(seconds, trials.used_s + ASIDE * seconds) if any(map(fits, rows)) else seconds)
             answer = _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
             return replace(answer, devices=over)
+
+
+def _is_slower(row: Row | None, found: Found) -> bool:
+    """Whether a run, if there is one, is slower than what a search over layouts has found."""
+    return row is None or (found.makespan_ns is not None and row["makespan_ns"] > (1 + EQUAL) * found.makespan_ns)
 
 
 def _limited(asked: Question, budget: int | str, fixed: bool) -> Question:
@@ -140,6 +147,8 @@ def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) 
         found, least = changes(asked, trials) if asked.parallel is None else ([], None)
         return Advice(asked, state, tuple(rows), None, None, ceiling(asked), changes=tuple(found), least=least,
                       skipped=trials.skipped, elapsed_s=trials.used_s)  # fmt: skip
+    if asked.layouts:
+        asked = next(each for each in asked.variants if each.layout == winner["parallel"])
     picked = {name: winner[name] for name in asked.open}
     whole = asked if asked.is_fixed else asked.changed(batch=winner["batch"], **picked)
     chosen = whole.changed(micro_batches=winner["micro_batches"]) if micro_batches(winner) > 1 else whole
@@ -150,7 +159,7 @@ def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) 
     flipped, tried, known = flips(chosen, winner, rows, trials) if asked.goal == "throughput" else ([], 0, 0)
     return Advice(
         question=whole,
-        state=state_of(whole.trace, whole.limited) if whole.open else state,
+        state=state_of(whole.trace, whole.limited) if whole.open or whole.parallel else state,
         rows=tuple(rows),
         best=winner,
         runner_up=best(others),

@@ -199,6 +199,8 @@ def _divided(row: Row, asked: Question | None = None) -> str:
     asked: names what it leaves open, too: " in 4 micro-batches with amp_bf16 and adamw_8bit".
     """
     parts = f" in {micro_batches(row)} micro-batches" if micro_batches(row) > 1 else ""
+    if asked is not None and row.get("parallel") not in (None, asked.layout):
+        parts += f" in {row['parallel']}"
     return parts + (
         f" with {' and '.join(row[name] for name in asked.open)}" if asked is not None and asked.open else ""
     )

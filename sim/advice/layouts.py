@@ -1,42 +1,57 @@
-"""The layout over devices for which policies are then searched: the fastest that a few of them fit."""
+"""The layouts over devices in which policies are then searched: the fastest that a few fit, and what may be faster."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 
 from sim.advice.question import Question
 from sim.errors import TiersimError
-from sim.layout_search import POLICIES, LayoutSearch, search_layouts
+from sim.layout import Layout
+from sim.layout_search import POLICIES as USUAL
+from sim.layout_search import LayoutSearch, search_layouts
 
-LAST = ("zero_offload + full_recompute",)
-"""What may fit where the policies of a search over layouts do not."""
+POLICIES = (*USUAL, "swap_all", "zero_offload + full_recompute")
+"""What is run in each layout: policies that plan at once, one of each kind."""
+OTHERS = 6
+"""How many layouts beside the best are left to the search of policies, at most."""
+PART = 0.1
+"""The part of the time of the search over layouts that each of these may have taken there."""
 MOST = 64
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The layouts that were tried for so many devices."""
+    """The layouts that were tried for so many devices.
+
+    others: in how many of them beside the best one policies were searched, too.
+    """
 
     number: int
     search: LayoutSearch
+    others: int = 0
 
     def text(self) -> str:
         """What was chosen and what is next, in one line."""
         top, other, search = self.search.best, self.search.runner_up, self.search
-        tried = len({row.layout for row in search.rows})
+        tried = len({*search.unlimited, *(row.layout for row in search.rows)})
         rest = f"{search.left_out} more left out by an estimate, {search.cannot_fit} cannot hold their state"
         if top is None or top.makespan_ns is None:
             return f"layout of {self.number} devices: {search.rows[0].layout}; none of {tried} fitted ({rest})"
         text = f"layout of {self.number} devices: {top.layout}, the fastest of {tried} with {top.policy} ({rest})"
-        if other is None or other.makespan_ns is None:
-            return text
-        slower = 100 * (other.makespan_ns / top.makespan_ns - 1)
-        return f"{text}; next: {other.layout} with {other.policy}, {slower:.2g} % slower"
+        if other is not None and other.makespan_ns is not None:
+            slower = 100 * (other.makespan_ns / top.makespan_ns - 1)
+            text += f"; next: {other.layout} with {other.policy}, {slower:.2g} % slower"
+        return text + (f"; policies were searched in {self.others + 1} layouts" if self.others else "")
 
 
 def with_layout(asked: Question, devices: int, seconds: float) -> tuple[Question, Devices]:
-    """The question about the best layout that was found within some seconds, and the search.
+    """The question about the best layouts that were found within some seconds, and the search.
+
+    Beside the layout that a few policies fit as the fastest, those others are left to the search of policies in which
+    everything kept in unlimited memory takes less time than that: `OTHERS` of them, fewer where each takes long, none
+    where options of the training are left to it.
 
     Raises TiersimError where no layout can hold the training state; LayoutError where none has so many devices.
     """
@@ -45,19 +60,35 @@ def with_layout(asked: Question, devices: int, seconds: float) -> tuple[Question
     stack = asked.workload.get("stack")
     kernels = after_division(stack, devices)
     plain = asked if kernels is None else replace(asked, workload={**asked.workload, "stack": "eager"})
-    found, began = None, time.monotonic()
-    for policies in (asked.policies or POLICIES, LAST):
-        left = seconds - (time.monotonic() - began)
-        found = search_layouts(
-            plain.trace, asked.profile, devices, policies,
-            budget=asked.budget, most=MOST, seconds=left, overrides=asked.figures or None, kernels=kernels,
-        )  # fmt: skip
-        if found.best is not None or asked.policies is not None:
-            break
-    assert found is not None
+    began = time.monotonic()
+    found = search_layouts(
+        plain.trace, asked.profile, devices, asked.policies or POLICIES,
+        budget=asked.budget, most=MOST, seconds=seconds, overrides=asked.figures or None, kernels=kernels, fastest=True,
+    )  # fmt: skip
     if not found.rows:
         raise TiersimError(
             f"devices: no layout of {devices} holds its part of the training state; nearest: more of them"
         )
-    layout = (found.best or found.rows[0]).layout
-    return replace(asked, parallel=layout.said()), Devices(devices, found)
+    each_s = (time.monotonic() - began) / max(1, len(found.unlimited))
+    most = 0 if asked.open else min(OTHERS, int(seconds * PART / max(1e-9, each_s)))
+    first, *others = _worth(found, most)
+    new = replace(asked, parallel=first.said(), layouts=tuple(layout.said() for layout in others))
+    for each, layout in zip(new.variants, (first, *others), strict=False):
+        if layout in found.unlimited:
+            vars(each)["kept"] = found.unlimited[layout]
+    return new, Devices(devices, found, len(others))
+
+
+def _worth(found: LayoutSearch, most: int) -> list[Layout]:
+    """The fastest layout, and others that may be faster with other policies: one by what it has reached, one by what it
+    may reach, and so on."""
+    top = found.best or found.rows[0]
+    times: dict[Layout, int] = {}
+    for row in found.fitting:
+        times.setdefault(row.layout, row.makespan_ns or 0)
+    least = {layout: ns for layout, (ns, _) in found.unlimited.items()
+             if layout != top.layout and (top.makespan_ns is None or ns < top.makespan_ns)}  # fmt: skip
+    by_least = sorted(least, key=lambda layout: least[layout])
+    reached = [layout for layout in sorted(times, key=lambda layout: times[layout]) if layout in least]
+    turns = chain.from_iterable(zip_longest(reached, by_least))
+    return [top.layout, *dict.fromkeys(layout for layout in turns if layout is not None)][: 1 + most]

@@ -66,7 +66,12 @@ class Way:
 
     def key(self, beside: str) -> tuple[Any, ...]:
         """What tells a run of this way from those of others, see `sim.advice.trials.way`."""
-        return self.names[beside], *setting(self.asked.workload)
+        return self.names[beside], *setting_of(self.asked)
+
+
+def setting_of(asked: Question) -> tuple[Any, ...]:
+    """What a search may choose, as `sim.advice.trials.setting` says it of a row."""
+    return setting({**asked.workload, "parallel": asked.layout})
 
 
 def divisions(asked: Question) -> list[Question]:
@@ -112,7 +117,10 @@ class Search:
     def run(self) -> list[Row]:
         """The rows of all rounds."""
         all_, ways = space(), list[Way]()
-        for each in by_ceiling(self.asked.variants, self.trials):
+        variants = by_ceiling(self.asked.variants, self.trials)
+        for each in sorted(variants, key=lambda each: each.parallel != self.asked.parallel):
+            if ceiling(each).speed * (1 - WORTH) <= self.top or not self.trials.left_s:
+                continue
             state = state_of(each.trace, each.limited)
             if not state.exceeds_all:
                 ways += self._first_round(each, _names(all_, state))
@@ -132,9 +140,10 @@ class Search:
         return [*self.ran.values()]
 
     def _lead(self, plain: Sequence[Way], stacked: Sequence[Way]) -> None:
-        """Run what is likely to be the fastest without policies of state, and beside the best, however long it plans."""
-        first = [way for ways in (plain, stacked) for way in self._near(ways, 0.0)[:1]]
-        self._try(self._near(first, 0.0), {way: self._next(way, None)[:FEW] for way in first})
+        """Run what is likely to be the fastest without policies of state and beside the best, however long it plans."""
+        first = [way for ways in (plain, stacked) for way in self._near(ways, NEAR)[:1]]
+        first = [way for way in self._near(first, NEAR) if self._best(way)] or first
+        self._try(first, dict.fromkeys(first, BESIDE))
 
     def _next(self, way: Way, stop_s: float | None) -> list[str]:
         """What is combined with the policies of a way next: what has not been, and may take less than some time."""
@@ -230,7 +239,7 @@ class Search:
         if not way.base and keeps_to_class(other):
             return min(way.most, way.in_class)
         if other and load(other).saves:
-            alone = self.ran.get((other, *setting(way.whole.workload)))
+            alone = self.ran.get((other, *setting_of(way.whole)))
             if alone is None or not alone.get("unlimited_ns"):
                 return float("inf") if way.base == "" and way.asked is way.whole else way.most
             freed: float = speed(alone) * alone["makespan_ns"] / alone["unlimited_ns"]

@@ -17,6 +17,7 @@ from sim.floors import largest_op
 from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
+from sim.layout import to_layout
 from sim.least_time import LowerBound, lower_bound
 from sim.sweeps.job import build, job
 from sim.sweeps.schema import WORKLOAD_AXES
@@ -43,6 +44,7 @@ class Question:
     seed: of policies that draw random numbers.
     policies: the only ones to try; None for all that may help.
     parallel: keys of the layout over devices, None for one device.
+    layouts: other layouts that are left to the search.
     open: of the options `OPEN` those that are left to the search, with the values to try.
 
     Raises TiersimError, WorkloadError.
@@ -56,6 +58,7 @@ class Question:
     seed: int = 0
     policies: tuple[str, ...] | None = None
     parallel: Mapping[str, Any] | None = None
+    layouts: tuple[Mapping[str, Any], ...] = ()
     open: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,8 +118,18 @@ class Question:
     @cached_property
     def variants(self) -> list[Question]:
         """The question with each combination of what it leaves open; itself alone where that is nothing."""
-        every = product(*self.open.values())
-        return [replace(self.changed(**dict(zip(self.open, values, strict=True))), open={}) for values in every]
+        if not self.open and not self.layouts:
+            return [self]
+        every = product((self.parallel, *self.layouts), product(*self.open.values()))
+        return [
+            replace(self.changed(**dict(zip(self.open, values, strict=True))), open={}, parallel=layout, layouts=())
+            for layout, values in every
+        ]
+
+    @property
+    def layout(self) -> str | None:
+        """The layout over devices as rows name it; None for one device."""
+        return str(to_layout(self.parallel)) if self.parallel else None
 
     @cached_property
     def kept(self) -> tuple[int, int] | None:

@@ -281,8 +281,8 @@ def micro_batches(row: Mapping[str, Any]) -> int:
 
 
 def setting(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a search may choose of a row's workload, or of a workload, beside its batch."""
-    return micro_batches(row), *(row.get(name) or usual for name, usual in OPEN.items())
+    """What a search may choose of a row's workload, or of a workload, beside its batch, and its layout over devices."""
+    return micro_batches(row), row.get("parallel"), *(row.get(name) or usual for name, usual in OPEN.items())
 
 
 def way(row: Mapping[str, Any]) -> tuple[Any, ...]:
