@@ -26,11 +26,14 @@ from scripts.mt3000_page.findings import (
     crossing,
     effects,
     free,
+    leads,
     most_samples,
     predictions,
     pressure,
+    recomputing,
     shares,
     turning_rate,
+    winning,
     without_room,
 )
 from scripts.mt3000_page.words import WORDS
@@ -74,6 +77,7 @@ def facts(data: Mapping[str, Any], words: tables.Words) -> dict[str, Any]:
         "wrong": _wrong(made, words),
         **_jobs(where, words),
         **_stacks(where, cells(data, "fused"), border, words),
+        **_chosen(cells(data, "chosen"), words),
         **_together(cells(data, "clusters"), words),
         "crossed": words["and"].join(words["crossed"].format(at=at, job=job) for job, at in crossed.items()),
         "machines_table": tables.machines_table(where, words),
@@ -125,6 +129,26 @@ def _stacks(eager: Cells, fused: Cells, border: float, words: tables.Words) -> d
         "fused_up": sum(b > a for a, b in both),
         "fused_wrong": _wrong(made, words),
         "fused_table": tables.fused_table(eager, fused, words),
+    }
+
+
+def _chosen(found: Cells, words: tables.Words) -> dict[str, Any]:
+    figures = leads(found)
+    first, second = figures[:2]
+    return {
+        "chosen_draws": len(found),
+        "chosen_jobs": len(study.CHOSEN),
+        "chosen_figures": len(figures),
+        "chosen_both": sum(
+            bool(cell.best(("copies",)) and cell.best(("recomputation", "both"))) for cell in found.values()
+        ),
+        "chosen_recomputing": recomputing(found),
+        "chosen_first": first[0],
+        "chosen_first_by": first[1],
+        "chosen_second": second[0],
+        "chosen_second_by": second[1],
+        "winning_table": tables.winning_table(winning(found), words),
+        "leads_table": tables.effects_table(figures, words),
     }
 
 

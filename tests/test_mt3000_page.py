@@ -8,7 +8,7 @@ import pytest
 
 from scripts.make_mt3000 import PAGES, page
 from scripts.mt3000_page import study
-from scripts.mt3000_page.findings import Cell, cells, pressure, turning_rate
+from scripts.mt3000_page.findings import SURE, Cell, cells, leads, pressure, turning_rate, winning
 from sim import simulate
 from sim.errors import Infeasible
 
@@ -36,7 +36,16 @@ def test_both_languages_give_the_same_figures():
 @pytest.mark.parametrize("policy", ["full_recompute", "swap_all"])
 @pytest.mark.parametrize(
     ("part", "number"),
-    [("machines", 1), ("rates", 0), ("h2d alone", 2), ("draws", 5), ("fused", 0), ("clusters", 2), ("clusters", 4)],
+    [
+        ("machines", 1),
+        ("rates", 0),
+        ("h2d alone", 2),
+        ("draws", 5),
+        ("chosen", 3),
+        ("fused", 0),
+        ("clusters", 2),
+        ("clusters", 4),
+    ],
 )
 def test_runs_of_the_data_are_what_the_program_finds(part, number, policy):
     run = [run for run in study.runs() if run.part == part and run.job == "GPT-2 medium"][number]
@@ -47,6 +56,41 @@ def test_runs_of_the_data_are_what_the_program_finds(part, number, policy):
     except Infeasible:
         found = None
     assert found == cell["rows"][policy].get("makespan_ns")
+
+
+def drawn_cell(times, stack="eager", **figures):
+    """A draw with the times of policies, of which `full_recompute` recomputes and others copy."""
+    changed = {path.replace("__", "."): f"{value:g} GB/s" for path, value in figures.items()}
+    run = study.Run("chosen", "GPT-2", "mt3000_survey", changed, tuple(times), options={"stack": stack})
+    rows = {
+        policy: {"fits": bool(ns), "makespan_ns": ns, "recompute_ns": 9 * (policy == "full_recompute"),
+                 "moved_bytes": {} if policy == "full_recompute" else {"d2h": 1}, "unlimited_ns": 1}
+        for policy, ns in times.items()
+    }  # fmt: skip
+    return ("GPT-2", "mt3000_survey", tuple(f"{path}={text}" for path, text in changed.items())), Cell(
+        {"budget": 1, "rate": 1, "rows": rows}, run
+    )
+
+
+def test_a_policy_wins_the_draws_in_which_none_is_faster_by_more_than_can_be_told():
+    near = int(1000 * (1 + SURE)) - 1
+    found = dict(
+        drawn_cell({"swap_all": swap, "g10": g10, "full_recompute": again}, links__d2h__rate=rate)
+        for rate, (swap, g10, again) in enumerate(
+            [(1000, near, 2000), (0, 1000, near), (0, 0, 0), (2000, 1000, 2000)], 1
+        )
+    )
+    assert winning(found) == {"GPT-2": {"swap_all": 0.25, "g10": 0.75, "full_recompute": 0.25}}
+
+
+def test_a_figure_leads_by_its_rank_among_draws_of_the_same_stack():
+    """A faster link makes copying win by more, whatever the stack; the other figure is the stack's."""
+    found = dict(
+        drawn_cell({"swap_all": base + 1000 // rate, "full_recompute": 1000}, stack, links__d2h__rate=rate,
+                   tiers__zone__bandwidth=(7 * rate) % 5 + base)
+        for stack, base in (("eager", 1000), ("fused", 100)) for rate in (1, 2, 3, 4)
+    )  # fmt: skip
+    assert leads(found)[0] == ("links.d2h.rate", pytest.approx(-1.0))
 
 
 def test_pressure_is_the_time_to_copy_over_a_third_of_the_iteration():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -130,6 +131,45 @@ def _told(cell: Cell) -> str:
     first = min(fitting, key=lambda kind: fitting[kind])
     others = [ns for kind, ns in fitting.items() if kind != first]
     return first if all(ns > (1 + SURE) * fitting[first] for ns in others) else "not told apart"
+
+
+def winning(found: Cells) -> dict[str, dict[str, float]]:
+    """Per job the share of its draws in which each policy is the fastest, or not told apart from it."""
+    shares: dict[str, dict[str, float]] = {}
+    for job in dict.fromkeys(name for name, _, _ in found):
+        own = [cell for (name, _, _), cell in found.items() if name == job]
+        shares[job] = {policy: sum(map(partial(_leads, policy), own)) / len(own) for policy in own[0].rows}
+    return shares
+
+
+def _leads(policy: str, cell: Cell) -> bool:
+    row, top = cell.rows[policy], cell.best()
+    return bool(row["fits"] and top and row["makespan_ns"] <= (1 + SURE) * top["makespan_ns"])
+
+
+def recomputing(found: Cells) -> int:
+    """In how many draws the fastest run recomputes, alone or beside copying."""
+    return sum(cell.best() is not None and bool(cell.best()["recompute_ns"]) for cell in found.values())  # type: ignore[index]
+
+
+def leads(found: Cells) -> list[tuple[str, float]]:
+    """Per assumed figure the rank correlation of its value with the lead of what recomputes over what only copies.
+
+    Among draws of the same job and stack, and only those where both fit.
+    """
+    import pandas as pd
+
+    rows = []
+    for (job, _, figures), cell in found.items():
+        copies, recomputes = cell.best(("copies",)), cell.best(("recomputation", "both"))
+        if copies is not None and recomputes is not None:
+            values = {path: float(text.split()[0]) for path, _, text in (each.partition("=") for each in figures)}
+            rows.append({**values, "ratio": copies["makespan_ns"] / recomputes["makespan_ns"],
+                         "of": f"{job} {cell.run.options['stack']}"})  # fmt: skip
+    table = pd.DataFrame(rows)
+    ranked = table.drop(columns="of").groupby(table["of"]).rank(pct=True)
+    against = ranked.drop(columns="ratio").corrwith(ranked["ratio"])
+    return sorted(((str(path), float(value)) for path, value in against.items()), key=lambda each: -abs(each[1]))
 
 
 def effects(found: Cells) -> list[tuple[str, float]]:

@@ -72,6 +72,16 @@ SWEPT = ("GPT-2 medium", "BERT-large")
 """Jobs whose state the zone holds, so that recomputing and copying activations can be told apart."""
 DRAWS, SEED = 100, 1
 DRAWN = ("full_recompute", "sac_knapsack", "swap_all", "g10", "hybrid")
+STACKS_DRAWN = ("eager", "compiled", "fused")
+"""Stacks of which each draw of `chosen` has one, each as likely."""
+CHOSEN: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "GPT-2": (40, DRAWN),
+    "GPT-2 medium": (40, DRAWN),
+    "BERT-large": (40, DRAWN),
+    "GPT-2 XL": (15, ("g10", "zero_offload + full_recompute", "zero_offload + swap_all")),
+    "Llama 1B": (15, ("g10", "zero_offload + full_recompute", "zero_offload + swap_all")),
+}
+"""Jobs of which it is drawn at random what is the fastest: how often, and of which policies."""
 FUSED = ("GPT-2", "GPT-2 medium", "BERT-large")
 """Jobs that are run with fused kernels, too."""
 TOGETHER = ("GPT-2 medium", "GPT-2 XL", "Llama 1B", "Llama 2 7B")
@@ -177,6 +187,9 @@ def runs() -> Iterator[Run]:
             yield Run(f"{link} alone", "GPT-2 medium", "mt3000_survey", figures, RIVALS)
     for figures in draws():
         yield Run("draws", "GPT-2 medium", "mt3000_survey", figures, DRAWN)
+    for name, (_, policies) in CHOSEN.items():
+        for figures, stack in drawn(name):
+            yield Run("chosen", name, "mt3000_survey", figures, policies, options={"stack": stack})
     for name in FUSED:
         for where in MACHINES:
             yield Run("fused", name, where, {}, RIVALS, options={"stack": "fused"})
@@ -191,22 +204,40 @@ def both(rate: float) -> dict[str, str]:
 
 
 def draws() -> Iterator[dict[str, str]]:
-    """Every assumed figure of MT-3000 at random between half and twice its value, evenly in its logarithm."""
+    """The assumed figures of MT-3000's device, memories and links at random, `DRAWS` times."""
+    rng, figures = random.Random(SEED), assumed(("tiers.", "links.", "engines.dsp."))
+    for _ in range(DRAWS):
+        yield _drawn(figures, rng)
+
+
+def drawn(name: str) -> Iterator[tuple[dict[str, str], str]]:
+    """Every assumed figure of MT-3000 at random, and a stack, as often as a job is drawn."""
+    rng, figures = random.Random(f"{SEED} {name}"), assumed(("tiers.", "links.", "engines."))
+    for _ in range(CHOSEN[name][0]):
+        yield _drawn(figures, rng), rng.choice(STACKS_DRAWN)
+
+
+@cache
+def assumed(parts: tuple[str, ...]) -> tuple[tuple[str, float, str], ...]:
+    """Assumed figures of these parts of MT-3000 but counts, each with its value and unit."""
     from sim import load_profile
     from sim.advice.reasons import NUMBER
 
-    figures = []
-    for fact in load_profile("mt3000_survey").assumed:
-        match = NUMBER.fullmatch(fact.text)
-        if match and fact.path.startswith(("tiers.", "links.", "engines.dsp.")) and "copy_engines" not in fact.path:
-            figures.append((fact.path, float(match[1]), match[2]))
-    rng = random.Random(SEED)
-    for _ in range(DRAWS):
-        found = {}
-        for path, value, unit in figures:
-            drawn = value * 2 ** rng.uniform(-1, 1)
-            found[path] = f"{min(drawn, 1.0) if not unit.strip() else drawn:.4g}{unit}"
-        yield found
+    facts = [(fact.path, NUMBER.fullmatch(fact.text)) for fact in load_profile("mt3000_survey").assumed]
+    return tuple(
+        (path, float(match[1]), match[2])
+        for path, match in facts
+        if match and path.startswith(parts) and "copy_engines" not in path
+    )
+
+
+def _drawn(figures: Sequence[tuple[str, float, str]], rng: random.Random) -> dict[str, str]:
+    """Each figure between half and twice its value, evenly in its logarithm; no part of a whole above 1."""
+    found = {}
+    for path, value, unit in figures:
+        other = value * 2 ** rng.uniform(-1, 1)
+        found[path] = f"{min(other, 1.0) if not unit.strip() else other:.4g}{unit}"
+    return found
 
 
 def load() -> dict[str, Any]:

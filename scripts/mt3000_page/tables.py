@@ -114,6 +114,16 @@ def together_table(found: Cells, words: Words) -> str:
     return table(words["together"], 3, rows)
 
 
+def winning_table(found: Mapping[str, Mapping[str, float]], words: Words) -> str:
+    """Per job how often each policy is the fastest, or not told apart from it."""
+    policies = list(dict.fromkeys(policy for each in found.values() for policy in each))
+    rows = [
+        (job, str(study.CHOSEN[job][0]), *(f"{100 * each[p]:.0f} %" if p in each else "–" for p in policies))
+        for job, each in found.items()
+    ]
+    return table([*words["winning"], *(f"`{policy}`" for policy in policies)], 1, rows)
+
+
 def effects_table(found: Sequence[tuple[str, float]], words: Words) -> str:
     """The figures whose value matters most."""
     return table(words["effects"], 1, [(f"`{path}`", f"{value:+.2f}") for path, value in found[:6]])

@@ -39,6 +39,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
             *("policy", "does", "largest job here", "fits here", "costs here", "fits the cards", "costs there"),
         ],
         "effects": ["figure", "correlation"],
+        "winning": ["job", "draws"],
         "claims": ["claim", "found"],
         "claimed": [
             (
@@ -87,6 +88,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
         "kinds": {"recomputation": "重算", "copies": "卸载", "both": "两者", "neither": "–"},
         "policies": ["策略", "做法", "此机放得下的最大任务", "此机放得下", "此机代价", "各卡放得下", "各卡代价"],
         "effects": ["数字", "相关"],
+        "winning": ["任务", "抽样"],
         "claims": ["说法", "结果"],
         "claimed": [
             (
