@@ -6,7 +6,8 @@ python scripts/make_advice.py --measure  search first, whatever of the data is m
 
 The exhaustive search runs everything that `advise` promises to search, with each number of micro-batches, each run for
 up to `LIMIT_S`. It shares the simulator with `advise`, but none of its choices: neither order, bounds nor limits.
-`advise` is timed by the processor time of its search in one process, which what else the machine does leaves alone.
+On models cut to a few layers the search of `advise` has no limit, and is timed by the processor time of its search in
+one process, which what else the machine does leaves alone. On whole models `advise` is asked as users ask it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from make_demo import replaced
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "advice.json"
 PAGE = ROOT / "docs" / "how-to" / "get-advice.md"
-LIMIT_S = 20
+LIMIT_S, WHOLE_S = 20, 6
+"""Seconds of wall-clock time that a run of the exhaustive search may take, on cut and on whole models."""
 GPT: Mapping[str, Any] = {"model_type": "gpt2", "n_positions": 1024, "vocab_size": 50257}
 LLAMA2 = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 4096, "intermediate_size": 11008,
           "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
@@ -64,6 +66,21 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 first five were looked at while the search was written, the others not."""
 
 
+UNCUT: Mapping[str, Mapping[str, Any]] = {
+    "GPT-2 on all of a zone": {"model": "gpt2", "profile": "mt3000_survey", "batch": 8, "sequence": 1024, **WHOLE},
+    "GPT-2, 45 %": {"model": "gpt2", "profile": "a100_40_pcie", "batch": 8, "sequence": 1024, "budget": 6000000000,
+                    **WHOLE},
+    "BERT-base, little above its state": {"model": "bert-base", "profile": "v100_32", "batch": 16, "sequence": 512,
+                                          "precision": "amp_fp16", "budget": 3000000000, **WHOLE},
+    "BERT-large, little above its state": {"model": "bert-large", "profile": "ascend_910b", "batch": 8, "sequence": 512,
+                                           "budget": 6500000000, **WHOLE},
+    "Llama 1B, state too large": {"model": "llama-1b", "profile": "a100_40_pcie", "batch": 1, "sequence": 1024,
+                                  "budget": 16000000000, **WHOLE},
+    "ResNet-50, 35 %": {"net": "resnet-50", "profile": "v100_32", "batch": 64, "budget": 1936195780},
+}  # fmt: skip
+"""Questions on whole models, as users ask them; the first three were looked at while the order of runs was written."""
+
+
 def everything(policies: Mapping[str, Any]) -> list[str]:
     """The space that `advise` promises to search, written down once more. policies: name -> the policy."""
     state = {"weights", "gradients", "optimizer_state"}
@@ -84,10 +101,34 @@ def question_of(case: Mapping[str, Any], folder: Path) -> Any:
     """The question of a case. folder: where its configuration is written."""
     from sim.advice import Question
 
+    workload = workload_of(case, folder)
+    if "net" in case:
+        from sim.trace.io import save
+
+        save(workload, folder / "step.trace.json.gz")
+        made: dict[str, Any] = {"trace": str(folder / "step.trace.json.gz")}
+    else:
+        made = {"model": workload, **axes_of(case)}
+    return Question(made, case["profile"], budget=case.get("budget"))
+
+
+def workload_of(case: Mapping[str, Any], folder: Path) -> Any:
+    """The workload of a case as `advise` takes it: the name of a model, a configuration, written here, or a trace."""
+    if "net" in case:
+        from workloads import cnn
+
+        return cnn(case["net"], batch=case["batch"], kernels="cudnn", optimizer="sgd")
+    if isinstance(case["model"], str):
+        return case["model"]
     config = folder / "config.json"
     config.write_text(json.dumps(case["model"]), encoding="utf-8")
-    axes = {key: value for key, value in case.items() if key not in ("model", "profile", "budget")}
-    return Question({"model": str(config), **axes}, case["profile"], budget=case["budget"])
+    return str(config)
+
+
+def axes_of(case: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a case's model."""
+    left = ("model", "profile", "budget") if "net" not in case else tuple(case)
+    return {key: value for key, value in case.items() if key not in left}
 
 
 def exhaustive(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -102,7 +143,7 @@ def exhaustive(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     rows: list[Mapping[str, Any]] = []
     with closing(Local(usable_cpus(), keeps=True)) as pool:
         for asked in divisions(question_of(case, folder)):
-            cells = asked.cells(tried, limit_s=LIMIT_S)
+            cells = asked.cells(tried, limit_s=LIMIT_S if isinstance(case.get("model"), Mapping) else WHOLE_S)
             labels = {cell.id: cell.labels for cell in cells}
             for id, outcome in pool.run([Job(cell.task, cell.group) for cell in cells]):
                 rows.append({**labels[id], **outcome["row"]})
@@ -128,16 +169,33 @@ def advised(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {**kept, "runs": len(rows), "processor_s": round(spent, 1)}
 
 
+def asked_as_users_do(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What `advise` answers in its usual time on two processors, after how many runs and how much processor time."""
+    from sim.advice import advise
+    from sim.advice.trials import micro_batches
+
+    def spent() -> float:
+        return time.process_time() + resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+
+    began, axes = spent(), axes_of(case)
+    found = advise(workload_of(case, folder), case["profile"], budget=case.get("budget"), jobs=2, **axes)
+    top = found.best
+    assert top is not None
+    kept = {"policy": top["policy"], "micro_batches": micro_batches(top), "samples_per_s": top["samples_per_s"]}
+    return {**kept, "runs": len(found.rows), "processor_s": round(spent() - began, 1)}
+
+
 def measure(which: Sequence[str]) -> None:
     """Search wherever the data has nothing, and keep what was found after each."""
     kept = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
     for name in which:
         entry = kept.setdefault(name, {})
-        for key, search in (("advised", advised), ("exhaustive", exhaustive)):
+        searches = {"advised": advised if name in CASES else asked_as_users_do, "exhaustive": exhaustive}
+        for key, search in searches.items():
             if key not in entry:
                 print(name, key, file=sys.stderr)
                 with tempfile.TemporaryDirectory() as folder:
-                    entry[key] = search(CASES[name], Path(folder))
+                    entry[key] = search({**CASES, **UNCUT}[name], Path(folder))
                 DATA.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
@@ -151,18 +209,27 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in data.items() if {"advised", "exhaustive"} <= entry.keys()}
 
 
-def table(data: Mapping[str, Any]) -> str:
+def page(text: str, data: Mapping[str, Any]) -> str:
+    """The page with its two tables."""
+    for mark, cases in (("exhaustive", CASES), ("whole", UNCUT)):
+        text = replaced(text, table(data, cases), mark)
+    return text
+
+
+def table(data: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]]) -> str:
     """What was found, a row per question."""
     lines = ["| question | advised | after | slower by | the best of all | of |",
              "| --- | --- | ---: | ---: | --- | ---: |"]  # fmt: skip
-    for name, entry in complete(data).items():
+    found = complete(data)
+    for name in (name for name in cases if name in found):
+        entry = found[name]
         ours, best = entry["advised"], entry["exhaustive"]
         runs = sum(count for how, count in best["ended"].items() if how != "not_applicable")
         late = best["ended"].get("timed_out", 0)
         ended = f", {late} of them ended" if late else ""
         after = f"{ours['runs']} runs, {ours['processor_s']:.0f} s"
         lines.append(
-            f"| {name} on `{CASES[name]['profile']}` | {_said(ours)} | {after} | "
+            f"| {name} on `{cases[name]['profile']}` | {_said(ours)} | {after} | "
             f"{100 * lag(entry):.2g} % | {_said(best)} | {runs:,} runs{ended} |"
         )
     return "\n".join(lines) + "\n"
@@ -177,9 +244,9 @@ def main() -> None:
     """Measure where asked, write the table, or check it."""
     if "--measure" in sys.argv:
         named = [word for word in sys.argv[1:] if not word.startswith("--")]
-        measure(named or list(CASES))
+        measure(named or [*CASES, *UNCUT])
     text = PAGE.read_text(encoding="utf-8")
-    new = replaced(text, table(json.loads(DATA.read_text(encoding="utf-8"))), "exhaustive")
+    new = page(text, json.loads(DATA.read_text(encoding="utf-8")))
     if "--check" not in sys.argv:
         PAGE.write_text(new, encoding="utf-8")
     print(f"{'stale' if '--check' in sys.argv else 'written'}: {PAGE.name if new != text else 'none'}")

@@ -134,24 +134,37 @@ def _up(asked: Question, trials: Trials, names: Sequence[str], fitting: int) -> 
 
 
 def least_memory(asked: Question, trials: Trials) -> list[Row]:
-    """Bisection over the budget, each time with the candidates that fitted the budget above."""
-    capacity = asked.platform.home(0).capacity
-    high = capacity if asked.budget is None else asked.budget
+    """Bisection with the candidates that are likely to need the least memory; then all others.
+
+    Each step tries those that fitted the budget above. Where the least of the lean ones is known, the others are tried
+    at a little less, and what fits that goes on from there.
+    """
     first, rest = candidates_for(asked)
-    rows = trials.run(asked, [*first, *rest])
-    names = [str(row["policy"]) for row in rows if fits(row)]
-    high = min([high, *(int(row["peak_bytes"]) for row in rows if fits(row))])
-    low = 0
-    while names and high - low > MEMORY_STEP * high and trials.left_s:
-        middle = (low + high) // 2
-        new = trials.run(replace(asked, budget=middle), names)
+    few = lean([*first, *rest])
+    rows, least = _down(asked, trials, few, asked.limited.home(0).capacity)
+    if others := [name for name in (*first, *rest) if name not in few]:
+        rows += _down(asked, trials, others, int(least * (1 - MEMORY_STEP)) if any(map(fits, rows)) else least)[0]
+    return rows
+
+
+def _down(asked: Question, trials: Trials, names: Sequence[str], budget: int) -> tuple[list[Row], int]:
+    """From a budget: the least in which one of these candidates runs, by bisection."""
+    rows: list[Row] = []
+    least, low = budget, 0
+    while names and trials.left_s and budget > low:
+        new = trials.run(replace(asked, budget=budget), names)
         rows += new
         held = [row for row in new if fits(row)]
         if held:
-            names, high = [str(row["policy"]) for row in held], min(int(row["peak_bytes"]) for row in held)
+            names, least = [str(row["policy"]) for row in held], min(int(row["peak_bytes"]) for row in held)
+        elif rows == new or len(new) < len(names):  # nothing fits, or for lack of time
+            break
         else:
-            low = middle
-    return rows
+            low = budget
+        if least - low <= MEMORY_STEP * least:
+            break
+        budget = (low + least) // 2
+    return rows, least
 
 
 def candidates_for(asked: Question) -> tuple[list[str], list[str]]:
