@@ -17,7 +17,7 @@ from sim.advice.answer import figures
 from sim.advice.bench import STOPPED, pace_of
 from sim.advice.candidates import candidates, lean, space
 from sim.advice.ceiling import keeps_to_class
-from sim.advice.goals import candidates_for, least_memory
+from sim.advice.goals import candidates_for, largest_batch, least_memory
 from sim.advice.layouts import _worth
 from sim.advice.narrowing import Search, divisions
 from sim.advice.question import Question
@@ -33,6 +33,7 @@ from sim.layout_search import Found, LayoutSearch, layouts
 from sim.policies import load, names
 from sim.report.verdict import difference, kind
 from sim.search import fits as it_fits
+from sim.sweeps.execute import Job
 from sim.trace.graph import Trace
 from tests.test_cli import tiersim
 from workloads import cnn, transformer
@@ -548,6 +549,10 @@ class Rehearsed(Trials):
         rate = {"makespan_ns": time, "samples_per_s": 1e9 / time, "peak_bytes": 1, "recompute_ns": 0} if time else {}
         return {"row": {"status": "ok" if time else "infeasible", **rate}, "ran": {"wall_s": seconds}}
 
+    def _outcomes(self, cells, wanted):
+        jobs = [Job(each.cell.task, each.cell.group) for each in cells]
+        yield from ((job.id, self._here(job)) for job in jobs if wanted(job))
+
 
 def test_what_plans_for_long_keeps_nothing_that_is_faster_from_being_run(config, monkeypatch):
     """All that is quick, and what is likely to be the fastest where something fits, in a part of the time of all."""
@@ -579,14 +584,32 @@ class Fitting(Rehearsed):
         return {"row": {"status": "ok", **rate} if budget >= need else {"status": "infeasible"}, "ran": {"wall_s": 1.0}}
 
 
-@pytest.mark.parametrize("other", [{}, {"stronghold": 900_000}])
+@pytest.mark.parametrize("other", [{}, {"patrickstar + save_on_cpu": 900_000}])
 def test_the_least_memory_is_looked_for_before_all_candidates_have_been_run(config, other):
     asked = Question({"model": config, "batch": 2, **AXES}, "a100_40_pcie", goal="memory", budget=16_000_000)
     needs = {"keep_all": 4_000_000, "full_recompute": 2_000_000, "zero_offload + full_recompute": 1_000_000, **other}
     candidates_ = [name for part in candidates_for(asked) for name in part]
-    trials = Fitting(len(candidates_) + 60.0 if other else len(candidates_) - 20.0, needs)
+    assert "patrickstar + save_on_cpu" not in candidates_
+    trials = Fitting(2.0 * len(space().every) if other else len(candidates_) - 20.0, needs)
     peaks = [row["peak_bytes"] for row in least_memory(asked, trials) if fits(row)]
     assert min(needs.values()) <= min(peaks) <= 1.02 * min(needs.values())
+
+
+class Filling(Rehearsed):
+    """As `Rehearsed`; runs: policy -> the largest batch that it fits; all others fit none."""
+
+    def _here(self, job):
+        self.clock += 1.0
+        batch, most = job.task["workload"]["batch"], self.runs.get(str(job.task["policy"]), 0)
+        rate = {"makespan_ns": 1000, "samples_per_s": 1e6, "peak_bytes": 1, "recompute_ns": 0}
+        return {"row": {"status": "ok", **rate} if batch <= most else {"status": "infeasible"}, "ran": {"wall_s": 1.0}}
+
+
+@pytest.mark.parametrize("policy", ["full_recompute", "stronghold", "patrickstar + save_on_cpu"])
+def test_the_largest_batch_is_that_of_all_that_is_searched_at_one_batch(config, policy):
+    asked = Question({"model": config, **AXES}, "a100_40_pcie", goal="batch")
+    trials = Filling(2.0 * len(space().every), {"swap_all": 3, "zero_offload + full_recompute": 5, policy: 6})
+    assert max(row["batch"] for row in largest_batch(asked, trials) if fits(row)) == 6
 
 
 def test_a_run_that_is_stopped_for_now_is_run_again_with_more_time_only(config, monkeypatch):

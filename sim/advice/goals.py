@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from sim.advice.candidates import candidates, lean
+from sim.advice.candidates import candidates, lean, space
 from sim.advice.ceiling import ceiling
-from sim.advice.narrowing import Search, by_ceiling, divisions
+from sim.advice.narrowing import STOPS, Search, by_ceiling, divisions, names_within
 from sim.advice.question import Question
 from sim.advice.state import state_of
-from sim.advice.trials import BOUND, EQUAL, Row, Trials, best, fits, speed
+from sim.advice.trials import BOUND, EQUAL, NOTHING, Row, Trials, best, fits, speed
 
 LARGEST = 1 << 16
 FLAT = 1.01
@@ -96,32 +96,38 @@ def _few(asked: Question, trials: Trials, most: float, names: Sequence[str]) -> 
 
 
 def largest_batch(asked: Question, trials: Trials) -> list[Row]:
-    """Doubling, then bisection, with the candidates that are likely to need the least memory; then all others.
+    """Doubling, then bisection, with the candidates that are likely to need the least memory; then all of the space.
 
-    Each step tries those that fitted the batch below. Where the largest batch of the lean ones is known, the others are
-    tried at one more, and what fits that goes on from there; those that are likely to be fast run at the largest.
+    Each step tries those that fitted the batch below. Where the largest batch of some is known, others are tried at one
+    more, and what fits that goes on from there. What plans for long waits until all others have been tried; those that
+    are likely to be fast run at the largest.
     """
     one = asked.changed(batch=1)
-    first, rest = candidates_for(one)
-    few = lean([*first, *rest])
-    rows, most = _up(asked, trials, few, 0)
-    if others := [name for name in (*first, *rest) if name not in few]:
-        more, most = _up(asked, trials, others, most)
+    rows, most, quick = list[Row](), 0, STOPS[0] * trials.seconds
+    for lean_alone, stop_s in ((True, quick), (False, quick), (False, None)):
+        tried = {str(row["policy"]) for row in rows}
+        names = lean([name for part in candidates_for(one) for name in part]) if lean_alone else _every(one)
+        more, most = _up(asked, trials, [name for name in names if name not in tried], most, stop_s)
         rows += more
     if most:
         at = asked.changed(batch=most)
-        tried = {row["policy"] for row in rows if row["batch"] == most}
-        rows += trials.run(at, [name for name in candidates_for(at)[0] if name not in tried])
+        ran = {row["policy"] for row in rows if row["batch"] == most}
+        rows += trials.run(at, [name for name in candidates_for(at)[0] if name not in ran])
     return rows
 
 
-def _up(asked: Question, trials: Trials, names: Sequence[str], fitting: int) -> tuple[list[Row], int]:
-    """From a batch that fits: the largest that one of these candidates fits, by doubled steps, then bisection."""
+def _up(
+    asked: Question, trials: Trials, names: Sequence[str], fitting: int, stop_s: float | None = None
+) -> tuple[list[Row], int]:
+    """From a batch that fits: the largest that one of these candidates fits, by doubled steps, then bisection.
+
+    stop_s: as for `Trials.each`.
+    """
     rows: list[Row] = []
     step, failing = 1, LARGEST + 1
-    while failing - fitting > 1 and trials.left_s:
+    while names and failing - fitting > 1 and trials.left_s:
         batch = min(fitting + step, (fitting + failing) // 2) if failing <= LARGEST else min(fitting + step, LARGEST)
-        new = trials.run(asked.changed(batch=batch), names)
+        new = list(trials.each([(asked.changed(batch=batch), names, NOTHING)], lambda labels: True, stop_s=stop_s))
         rows += new
         held = [str(row["policy"]) for row in new if fits(row)]
         if held:
@@ -134,37 +140,49 @@ def _up(asked: Question, trials: Trials, names: Sequence[str], fitting: int) -> 
 
 
 def least_memory(asked: Question, trials: Trials) -> list[Row]:
-    """Bisection with the candidates that are likely to need the least memory; then all others.
+    """Bisection with the candidates that are likely to need the least memory; then all of the space; then what is slow.
 
-    Each step tries those that fitted the budget above. Where the least of the lean ones is known, the others are tried
-    at a little less, and what fits that goes on from there.
+    Each step tries those that fitted the budget above. Where the least of some is known, others are tried at a little
+    less, and what fits that goes on from there. What plans for long waits until all others have been tried.
     """
-    first, rest = candidates_for(asked)
-    few = lean([*first, *rest])
-    rows, least = _down(asked, trials, few, asked.limited.home(0).capacity)
-    if others := [name for name in (*first, *rest) if name not in few]:
-        rows += _down(asked, trials, others, int(least * (1 - MEMORY_STEP)) if any(map(fits, rows)) else least)[0]
+    rows: list[Row] = []
+    quick = STOPS[0] * trials.seconds
+    for lean_alone, stop_s in ((True, quick), (False, quick), (False, None)):
+        peaks = [int(row["peak_bytes"]) for row in rows if fits(row)]
+        lower = replace(asked, budget=int(min(peaks) * (1 - MEMORY_STEP))) if peaks else asked
+        tried = {str(row["policy"]) for row in rows}
+        names = lean([name for part in candidates_for(asked) for name in part]) if lean_alone else _every(lower)
+        rows += _down(lower, trials, [name for name in names if name not in tried], stop_s)
     return rows
 
 
-def _down(asked: Question, trials: Trials, names: Sequence[str], budget: int) -> tuple[list[Row], int]:
-    """From a budget: the least in which one of these candidates runs, by bisection."""
+def _every(asked: Question) -> list[str]:
+    """The candidates, and all else that a search at one batch is over."""
+    first, rest = candidates_for(asked)
+    if asked.policies is not None:
+        return [*first, *rest]
+    names = names_within(space(), state_of(asked.trace, asked.limited))
+    return list(dict.fromkeys([*first, *rest, *(name for each in names.values() for name in each.values())]))
+
+
+def _down(asked: Question, trials: Trials, names: Sequence[str], stop_s: float | None) -> list[Row]:
+    """From a budget: the least in which one of these candidates runs, by bisection. stop_s: as for `Trials.each`."""
     rows: list[Row] = []
-    least, low = budget, 0
+    budget, low = asked.limited.home(0).capacity, 0
     while names and trials.left_s and budget > low:
-        new = trials.run(replace(asked, budget=budget), names)
+        new = list(trials.each([(replace(asked, budget=budget), names, NOTHING)], lambda labels: True, stop_s=stop_s))
         rows += new
         held = [row for row in new if fits(row)]
         if held:
             names, least = [str(row["policy"]) for row in held], min(int(row["peak_bytes"]) for row in held)
-        elif rows == new or len(new) < len(names):  # nothing fits, or for lack of time
+        elif len(rows) == len(new) or len(new) < len(names):  # nothing fits, or for lack of time
             break
         else:
             low = budget
         if least - low <= MEMORY_STEP * least:
             break
         budget = (low + least) // 2
-    return rows, least
+    return rows
 
 
 def candidates_for(asked: Question) -> tuple[list[str], list[str]]:

@@ -123,7 +123,7 @@ class Search:
                 continue
             state = state_of(each.trace, each.limited)
             if not state.exceeds_all:
-                ways += self._first_round(each, _names(all_, state))
+                ways += self._first_round(each, names_within(all_, state))
         self.ways = self._near(ways, FAR)
         plain, stacked = [way for way in self.ways if not way.base], [way for way in self.ways if way.base]
         stops = [*(part * self.trials.seconds for part in STOPS), None]
@@ -275,7 +275,7 @@ def _in_class(asked: Question) -> float:
     return 0.0 if asked.bound.makespan_ns is None else samples * 1e9 / max(1, asked.bound.makespan_ns)
 
 
-def _names(all_: Space, state: State) -> dict[str, dict[str, str]]:
+def names_within(all_: Space, state: State) -> dict[str, dict[str, str]]:
     """By policies of state, what may be tried, by what is combined with them; nothing that leaves more than fits."""
     found: dict[str, dict[str, str]] = {}
     roles = {"": frozenset[str](), **all_.roles}
