@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import hardware_profiles
 from sim.engine.replay import replay
 from sim.errors import ProfileError
 from sim.experiment import Prices, simulate
@@ -22,7 +23,7 @@ from workloads import transformer
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import make_profiles
 
-README = Path(load_profile.__code__.co_filename).parents[2] / "hardware_profiles" / "README.md"
+README = Path(hardware_profiles.__file__).parent / "README.md"
 US = 1000
 KIB, MIB = 2**10, 2**20
 
