@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from sim import load_profile, simulate
+from sim.collecting import uncollected
 from sim.errors import TraceError
 from sim.trace.graph import Trace
 from workloads import load_trace
@@ -153,17 +155,31 @@ WITHOUT_WORKSPACE = ("SGD", "AdamW", "no optimizer", "microbatches", "norms firs
 
 
 def recorded(folder: Path, case: Case, **known: Any) -> tuple[Any, Any, Any, Path]:
-    """A model, its optimizer, a batch, and the profile of their second step."""
+    """A model, its optimizer, a batch, and the profile of their second step.
+
+    The profiler's total includes what an earlier profile of this process has recorded and what is still held: that is
+    taken off, and nothing of it is freed meanwhile.
+    """
     from torch.profiler import ProfilerActivity, profile
 
-    model, batch = case.build(), case.batch()
+    def taken(do: Callable[[], Any], path: Path, **options: Any) -> list[dict[str, Any]]:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, **options) as prof:
+            do()
+        prof.export_chrome_trace(str(path))
+        return [each["args"] for each in json.loads(path.read_text())["traceEvents"] if each["name"] == "[memory]"]
+
+    model, batch, path = case.build(), case.batch(), folder / "t.json"
     tuned = None if case.optimizer is None else case.optimizer(model.parameters())
     case.step(model, tuned, batch)
-    options = {"profile_memory": True, "record_shapes": True, "with_stack": True, **known}
-    with profile(activities=[ProfilerActivity.CPU], **options) as prof:
-        case.step(model, tuned, batch)
-    path = folder / "t.json"
-    prof.export_chrome_trace(str(path))
+    gc.collect()
+    with uncollected():
+        first = taken(lambda: torch.empty(1), path)[0]
+        taken(lambda: case.step(model, tuned, batch), path, **{"record_shapes": True, "with_stack": True, **known})
+    document = json.loads(path.read_text())
+    for event in document["traceEvents"]:
+        if event["name"] == "[memory]":
+            event["args"]["Total Allocated"] -= first["Total Allocated"] - first["Bytes"]
+    path.write_text(json.dumps(document))
     return model, tuned, batch, path
 
 
