@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "sim.engine": WORDS | {"sim.plan", "sim.log", "simpy"},
     "sim.analysis": WORDS | {"sim.log"},
     "sim.report": WORDS | {"sim.analysis", "sim.foreign_text", "sim.log", "sim.regular_files"},
-    "workloads": WORDS | {"sim.cache", "sim.regular_files", "sim.rewrites"},
+    "workloads": WORDS | {"sim.cache", "sim.collecting", "sim.regular_files", "sim.rewrites"},
     "hardware_profiles": set(),
 }
 """What each part may import of the others; what is not named here (experiment, cli, …) ties parts together."""

@@ -41,6 +41,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from sim.arguments import explained
+from sim.collecting import uncollected
 from sim.errors import TiersimError, WorkloadError, near
 from sim.trace.chain import RECOMPUTED
 from sim.trace.graph import Trace
@@ -266,7 +267,7 @@ def _on_a_gpu(
     with ExitStack() as stack:
         for context in (
             torch.compiler.set_stance("force_eager"),
-            _no_collection(),
+            uncollected(),  # what a search frees, and when, would depend on everything that ran before
             mode,
             grouped_products(),
             mapped_to_cuda(recorder.count) if kernels == "cuda" else nullcontext(),
@@ -421,18 +422,6 @@ def _prefer_foreach(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Turn Python's cycle collector off: what it frees, and when, would depend on everything that ran before."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 @contextmanager
