@@ -30,7 +30,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from sim.errors import TraceError
@@ -378,8 +378,9 @@ class _Reader:
             weights, operands = self.weight_reads.of(part.unit, operands, phase, self._sequence, self._is_live)
         self.assumed["weights matched by shape"] += len(weights)
         inner = self._inner(part)
-        used = self._match(operands, sequence, inner, part.released, fills)
-        changed = used[:1] if fills else [] if part.made else inner
+        used = self._match(operands, sequence, inner, part.released, self._just_made(part) if fills else None)
+        left = [s for s in inner if s not in part.released]
+        changed = used[:1] if fills else [] if part.made else left
         changed = [target] if target is not None else changed
         reads = [now[s] for s in dict.fromkeys((*used, *changed))] + [self.weights.tensor(i) for i in weights]
         writes = [self.storages.change(s, f"s{s}", layer=layer) for s in changed]
@@ -456,7 +457,15 @@ class _Reader:
         if not part.first or first == part.unit:
             return []
         made = self.made[bisect_left(self.made, (first, 0)) :]
-        return [s for _, s in made if s in self.live.get(self.size[s], ()) and s not in part.released]
+        return [s for _, s in made if s in self.live.get(self.size[s], ())]
+
+    def _just_made(self, part: Part) -> list[int]:
+        """The live storages that the op which calls this one has allocated, or its calls, the newest first."""
+        above = self.calls[self.line.units[part.unit].call].parent
+        if above < 0 or not self.calls[above].is_op or "::" not in self.calls[above].name:
+            return []
+        made = self.made[bisect_left(self.made, (self.first_unit[above], 0)) :]
+        return [s for _, s in reversed(made) if s in self.live.get(self.size[s], ())]
 
     def _first_units(self) -> dict[int, int]:
         """Per call the first unit in it."""
@@ -511,12 +520,18 @@ class _Reader:
         return bool(self.live.get(given.bytes) or self.live.get(self.weights.rounded(given.bytes)))
 
     def _match(
-        self, inputs: list[Input], sequence: int | None, inner: Sequence[int], leaving: Sequence[int], fills: bool
+        self,
+        inputs: list[Input],
+        sequence: int | None,
+        inner: Sequence[int],
+        leaving: Sequence[int],
+        filled: Sequence[int] | None,
     ) -> list[int]:
         """The live storages that are most likely an op's inputs, judged only by size.
 
         inner: those that are none. leaving: those that are released as soon as it has run.
-        fills: whether it writes the first one, which then stays, if any does.
+        filled: where it writes the first one, what that may be before others: one of these, else one that stays, if
+            any does.
         """
         first = self.touched_by_sequence.get(sequence, []) if sequence is not None else []
         matched: dict[int, None] = {}
@@ -533,11 +548,13 @@ class _Reader:
                 going, newest = reversed(leaving), reversed(held)
                 if matched:
                     choice = next(free(chain(first, going, newest)), None)
-                elif fills:
-                    choice = next(free(chain((s for s in newest if s not in leaving), going)), None)
+                elif filled is not None:
+                    choice = next(free(chain(filled, (s for s in newest if s not in leaving), going)), None)
                 else:
                     choice = next(free(chain(going, newest)), None)
                 if choice is not None:
+                    if next(islice(free(held), 1, None), None) is not None:
+                        self.assumed["of these, one of several that fit"] += 1
                     matched[choice] = None
                     self.assumed["inputs matched by size"] += 1
                     break
