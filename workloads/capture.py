@@ -11,7 +11,7 @@ Departs from a run on a GPU:
   unknown.
 - Where a tensor has several readers, autograd sums their gradients: in place in a real run, and under fake tensors (as
   under PyTorch's tracker) into a new tensor. Where a step is highest there, the peak is too high by that tensor: 7.6 %
-  of a network of adapters beside wide layers.
+  of a network of adapters beside wide layers, and then `meta["assumed"]` says so.
 - Autocast for "cuda" casts what it would cast there (see `workloads.capturing.autocast`). A gradient scaler has to be
   created by the step, or by the function of a reference: without a GPU PyTorch disables one that exists before.
 - A step for a GPU is captured as it is (see `workloads.capturing.cuda_calls`). Where it reads values outside the model,
@@ -58,6 +58,7 @@ from workloads.capturing.recorder import Recorder
 from workloads.capturing.reference import called, opened, sized
 from workloads.capturing.selections import Selected
 from workloads.capturing.substitute import fake_like, fake_module
+from workloads.capturing.sums import NOTE, sum_at_peak
 from workloads.capturing.unpadded import has_padding, is_packed, unpadded
 from workloads.importers.optrace import PRODUCTS, kind_of
 
@@ -301,6 +302,8 @@ def _recorded(
 def _trace_of(recording: Recording, name: str, kernels: str, rounding: int, facts: Mapping[str, Any]) -> Trace:
     if not recording.kernels:
         raise WorkloadError("the step runs no op: there is nothing to simulate")
+    if size := sum_at_peak(recording):
+        recording.assumed[NOTE.format(size)] = 1
     known = {key: value for key, value in facts.items() if value is not None}
     meta = {"model": name, **_facts(recording, kernels), "rounding": rounding, **known}
     return build_trace(recording, meta, rounding)

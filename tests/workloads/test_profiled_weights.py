@@ -105,6 +105,20 @@ class Frozen(Blocks):
         self.blocks[:2].requires_grad_(False)
 
 
+class Adapters(nn.Module):
+    """Low-rank adapters beside frozen products: gradients of wide activations meet, and more is held at no other op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128).requires_grad_(False), nn.Linear(128, 32).requires_grad_(False)
+        self.adapters = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in ((32, 2), (2, 128), (128, 2), (2, 32)))
+
+    def forward(self, x: Any) -> Any:
+        first, second, third, fourth = self.adapters
+        h = torch.relu(self.up(x) + second(first(x)))
+        return x + self.down(h) + fourth(third(h))
+
+
 @dataclass(frozen=True)
 class Case:
     """A step: of a class, on a batch, with an optimizer."""
@@ -254,6 +268,20 @@ def test_what_a_norm_writes_for_itself_is_not_one_of_its_statistics(tmp_path, th
     assert peak(ours, "full_recompute") + given == peak(theirs, "full_recompute")
     matched, several = (ours.meta["assumed"][key] for key in ("inputs matched by size", SEVERAL))
     assert 0 < several < matched
+
+
+@pytest.mark.parametrize(("build", "meets"), [(Adapters, 64 * 128 * 4), (Blocks, 0), (NormsFirst, 0)])
+def test_a_capture_says_where_a_real_run_adds_gradients_in_place(tmp_path, build, meets):
+    from workloads.capture import capture
+
+    trained = lambda p: torch.optim.SGD([each for each in p if each.requires_grad], lr=0.1)  # noqa: E731
+    case = Case(lambda: nn.Sequential(build(), build()), optimizer=trained)
+    model, tuned, batch, path = recorded(tmp_path, case)
+    theirs = capture(case.build, batch, step=case.step, optimizer=case.optimizer, kernels="cpu")
+    real = peak(load_trace(path, module=model, optimizer=tuned)) + batch.numel() * batch.element_size()
+    assert peak(theirs) - real == meets
+    notes = [note for note in theirs.meta.get("assumed", ()) if "two gradients meet" in note]
+    assert [f"{meets:,} bytes" in note for note in notes] == ([True] if meets else [])
 
 
 def test_a_module_that_was_not_recorded_is_refused_and_so_is_a_recording_without_shapes(tmp_path):
