@@ -59,8 +59,8 @@ WHAT = {
 
 REASONS = {
     "tune": (
-        "Attention kernel and first optimizer are not stated. The compiled run with PyTorch's loss (tune-03) "
-        "holds more than the graph's minimum cut: each layer is compiled alone, and the loss is not. The "
+        "Attention kernel and first optimizer are not stated. Its code compiles each layer alone, and the loss: "
+        "here the loss is one kernel where it is in chunks, and eager where it is PyTorch's (tune-03). The "
         "package of 8-bit AdamW is not named (tune-08)."
     ),
     "hf": (
@@ -71,7 +71,10 @@ REASONS = {
     "fa": "The micro-batch is not stated.",
     "fpl2": "H800 and A800 have slower links between cards than H100 and A100, whose profiles stand in.",
     "dsbert": ("The head predicts spans; ours has BERT's pre-training heads. The number of cards is not stated."),
-    "titanA": "One node's links are those of the profile; the network between 8 nodes is not stated.",
+    "titanA": (
+        "One node's links are those of the profile; the network between 8 nodes is not stated. Nor is which layers "
+        "have checkpoints: every second one, which was the default."
+    ),
     "fms": "The network between nodes is not stated; HSDP shards within a node, here all cards.",
     "sel": "Transcribed from a paper. Kernels of Megatron-LM compute all scores of causal attention.",
     "fp70": "Recomputation and sequence parallelism are not stated. An H800's links are slower than an H100's.",

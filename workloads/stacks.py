@@ -1,4 +1,4 @@
-"""The software stack that runs a workload: eager, compiled, or with fused kernels.
+"""The software stack that runs a workload: eager, compiled as a whole or by layer, or with fused kernels.
 
 Every trace is built as PyTorch runs it eagerly; `with_stack` rewrites it to what another stack runs. What each stack
 fuses, who does it and where that was read is in `stacks.toml`.
@@ -17,6 +17,7 @@ from sim.errors import WorkloadError, near
 from sim.rewrites.stack import can_recompute, fuse_streams, recomputed_inside, stream_groups
 from sim.trace.graph import Trace
 from sim.trace.index import TraceIndex
+from sim.trace.layers import has_layers, op_layers
 from sim.trace.op import KIND_CODE, PHASE_CODE
 
 FORWARD = PHASE_CODE["forward"]
@@ -43,25 +44,34 @@ def with_stack(trace: Trace, stack: str) -> Trace:
     """The trace of the same iteration as another stack runs it.
 
     trace: of an eager stack, from a configuration, a capture or a file.
-    stack: eager, compiled or fused; see `stacks.toml`. Fused ops are priced as element-wise kernels: one launch, each
-        operand once. `compiled` saves what PyTorch's partitioner would; `fused` saves what enters a kernel.
+    stack: eager, compiled, compiled_layers or fused; see `stacks.toml`. Fused ops are priced as element-wise kernels:
+        one launch, each operand once. Compiled ones save what PyTorch's partitioner would, of the whole graph or of
+        each layer; `fused` saves what enters a kernel.
 
     The new trace has an `origin`, which says of every op which ops of the eager one it computes; what backward
     recomputes in its kernels it computes once more than the eager one.
 
     Raises WorkloadError for an unknown stack, a trace that has one already, and one that no other stack can run:
-    without ops that could be fused, or with times measured for the eager kernels.
+    without ops that could be fused, with times measured for the eager kernels, or without the layers to compile.
     """
     check_stack(stack)
     if stack == "eager":
         return trace
     if trace.meta.get("stack", "eager") != "eager":
         raise WorkloadError(f"stack: this trace is already of the stack {trace.meta['stack']!r}")
-    groups = stream_groups(trace, columns=stacks()[stack]["column_sums"])
+    what = stacks()[stack]
+    groups = stream_groups(trace, columns=what["column_sums"])
+    if what.get("regions", "graph") == "layer":
+        if not has_layers(trace):
+            raise WorkloadError(
+                f"stack {stack!r} compiles layers, and this trace has none; 'compiled' compiles all as one"
+            )
+        layer = op_layers(trace)
+        groups = [group for group in groups if layer[group[0]] >= 0]
     _refuse(trace, stack, groups)
-    recompute = recomputed_inside if stacks()[stack]["recompute"] == "inputs" else not_saved
-    update = stacks()[stack]["optimizer"]
-    return fuse_streams(trace, recompute(trace, groups), groups, update=update, stack=stack)
+    inputs = what["recompute"] == "inputs"
+    recomputed = recomputed_inside(trace, groups) if inputs else not_saved(trace, groups, stack)
+    return fuse_streams(trace, recomputed, groups, update=what["optimizer"], stack=stack)
 
 
 def as_workload(trace: Trace, stack: str) -> Trace:
@@ -92,21 +102,21 @@ def _refuse(trace: Trace, stack: str, groups: Sequence[Sequence[int]]) -> None:
         )
 
 
-def not_saved(trace: Trace, groups: Sequence[Sequence[int]]) -> set[int]:
+def not_saved(trace: Trace, groups: Sequence[Sequence[int]], stack: str = "compiled") -> set[int]:
     """The forward ops that backward computes once more, because PyTorch's partitioner does not save their results."""
-    from sim.solvers.cuts import Joint, unread_of  # slow to import, and needed by this stack alone
-    from sim.solvers.joint_graph import joint_graph
+    from sim.solvers.cuts import Joint, graphs_of  # slow to import, and needed by these stacks alone
     from sim.solvers.knapsack import PICKERS
     from sim.solvers.partition import Partitioner
 
     if trace.devices > 1:
-        raise WorkloadError(f"stack 'compiled' needs a trace on one device; this one has {trace.devices}")
+        raise WorkloadError(f"stack {stack!r} needs a trace on one device; this one has {trace.devices}")
     index = TraceIndex(trace)
     joint = Joint(index)
     if not joint.wanted:
         return set()
-    graph = joint_graph(index, set(joint.forward), set(joint.backward), None, unread_of(trace))
-    kept = {graph.nodes[i].tensor for i in Partitioner(graph).saved(1.0, PICKERS["dp"])}
+    graphs, kept = graphs_of(index, joint, stack, stacks()[stack].get("regions", "graph"))
+    for graph in graphs:
+        kept |= {graph.nodes[i].tensor for i in Partitioner(graph).saved(1.0, PICKERS["dp"])}
     grouped = {op for group in groups for op in group}
     found = {op for op in joint.from_saved(kept).reruns if op in grouped and can_recompute(trace, op)}
     # what a kernel that fuses with nothing reads has to be in memory, and so has what that is made from

@@ -9,7 +9,7 @@ import numpy as np
 
 from sim.errors import PolicyError
 from sim.plan import Problem
-from sim.solvers.joint_graph import joint_graph
+from sim.solvers.joint_graph import JointGraph, joint_graph
 from sim.solvers.knapsack import PICKERS
 from sim.solvers.located import index_of
 from sim.solvers.partition import Bans, Partitioner
@@ -106,21 +106,8 @@ class Cuts:
         self.joint = joint = Joint(index)
         if not joint.wanted:
             raise PolicyError(f"policy {policy!r} needs a trace with a backward phase that reads what forward makes")
-        price = runtimes_of(problem, runtimes)
-        parts, unread = [Region(tuple(joint.forward), joint.backward)], [unread_of(problem.trace)]
-        if regions == "layer":
-            parts = layer_regions(index, policy)
-            layer = op_layers(problem.trace)
-            unread = [unread_of(problem.trace, int(layer[one.forward[0]])) for one in parts]
-        self.graphs = [
-            joint_graph(index, set(one.forward), set(one.backward), price, idle)
-            for one, idle in zip(parts, unread, strict=True)
-        ]
+        self.graphs, self.eager = graphs_of(index, joint, policy, regions, runtimes_of(problem, runtimes))
         self.partitioners = [Partitioner(graph, bans) for graph in self.graphs]
-        inside = {op for one in parts for op in one.forward}
-        undoing = {op for one in parts for op in one.backward}
-        self.eager = {t for op in joint.forward if op not in inside for t in index.writes[op]}
-        self.eager |= {t for op in joint.backward if op not in undoing for t in index.reads[op]}
 
     def saved(self, budget: float = 1.0, knapsack: str = "dp") -> Saved:
         """What stays and what is recomputed for a memory budget of 0 to 1."""
@@ -128,6 +115,29 @@ class Cuts:
         for graph, partitioner in zip(self.graphs, self.partitioners, strict=True):
             kept.update(graph.nodes[i].tensor for i in partitioner.saved(budget, PICKERS[knapsack]))
         return self.joint.from_saved(kept)
+
+
+def graphs_of(
+    index: TraceIndex, joint: Joint, policy: str, regions: str, runtimes: Callable[[int], float] | None = None
+) -> tuple[list[JointGraph], set[int]]:
+    """The graphs that are compiled, and what the ops outside them save: what their backward reads, or they write.
+
+    regions: as for `Cuts`; runtimes: as for `joint_graph`. Raises PolicyError for layers where there are none.
+    """
+    trace = index.trace
+    parts, unread = [Region(tuple(joint.forward), joint.backward)], [unread_of(trace)]
+    if regions == "layer":
+        parts = layer_regions(index, policy)
+        layer = op_layers(trace)
+        unread = [unread_of(trace, int(layer[one.forward[0]])) for one in parts]
+    graphs = [
+        joint_graph(index, set(one.forward), set(one.backward), runtimes, idle)
+        for one, idle in zip(parts, unread, strict=True)
+    ]
+    inside = {op for one in parts for op in one.forward}
+    undoing = {op for one in parts for op in one.backward}
+    eager = {t for op in joint.forward if op not in inside for t in index.writes[op]}
+    return graphs, eager | {t for op in joint.backward if op not in undoing for t in index.reads[op]}
 
 
 def unread_of(trace: Trace, layer: int | None = None) -> list[int]:

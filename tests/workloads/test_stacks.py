@@ -45,7 +45,9 @@ def test_the_same_values_in_fewer_kernels(config, axes, stack):
     assert {departure.what for departure in found} <= {"repeated"}  # what backward recomputes in its kernels
     assert len(other.ops) < 0.75 * len(eager.ops)
     assert sum(other.touched) < sum(eager.touched)
-    assert sum(saved(other).values()) < sum(saved(eager).values())
+    least, most = sum(saved(other).values()), sum(saved(eager).values())
+    # a GPT's layer that is compiled alone saves what it saves eagerly: its wide results have to be there for products
+    assert least < most or (stack == "compiled_layers" and least == most)
     assert other.meta["stack"] == stack
     products = [sum(op.flops for op in t.ops if op.kind in ("matmul", "attention")) for t in (eager, other)]
     assert products[0] == products[1]
@@ -161,7 +163,10 @@ def test_convolution_nets_have_stacks_too():
             lambda: transformer(GPT, batch=1, sequence=8, stack="fusd"),
             "stack 'fusd' is unknown (did you mean 'fused'?)",
         ),
-        (lambda: cnn("vgg-16", 1, stack="compile"), "stack 'compile' is unknown (did you mean 'compiled'?)"),
+        (
+            lambda: cnn("vgg-16", 1, stack="compile"),
+            "stack 'compile' is unknown (did you mean 'compiled' or 'compiled_layers'?)",
+        ),
         (lambda: with_stack(transformer(GPT, batch=1, sequence=8, stack="fused"), "compiled"), "already of the stack"),
         (lambda: with_stack(measured(), "fused"), "the time of 'a' was measured"),
         (lambda: with_stack(measured(kind="matmul"), "fused"), "no ops that could be one kernel"),
