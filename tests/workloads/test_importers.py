@@ -168,6 +168,24 @@ def test_what_only_calls_others_for_autograd_is_never_an_op_however_long_it_took
     assert [(op.name, op.duration) for op in trace.ops] == [("0.aten::mm", 100_000)]
 
 
+@pytest.mark.parametrize("own", [2, 30])
+def test_what_allocates_its_result_itself_is_an_op_however_short_it_is_and_what_has_a_copy_made_is_none(
+    own: int, tmp_path: Path
+) -> None:
+    """x * scalar, whose scalar is converted first; then a clone: the ops are the same in a quick and a slow run."""
+    first = [call("aten::mm", 0, 5, **shapes([4, 4], [4, 4])), memory(1, 64, 1, 64)]
+    product = [call("aten::mul", 10, 12 + own, **shapes([4, 4], [])), memory(21 + own, 64, 3, 136)]
+    converted = [call("aten::to", 11, 10), call("aten::_to_copy", 11, 10), call("aten::empty_strided", 12, 1)]
+    converted += [memory(12.5, 8, 2, 72), call("aten::copy_", 14, 5, **shapes([], []))]
+    clone = [call("aten::clone", 60, 10 + own, **shapes([4, 4])), call("aten::empty_like", 61, 1)]
+    clone += [memory(61.5, 64, 4, 200), call("aten::copy_", 63, 6, **shapes([4, 4], [4, 4]))]
+    trace = chrome(tmp_path, *first, *product, *converted, *clone)
+    names = [op.name.split("::")[1] for op in trace.ops]
+    assert names == ["mm", "copy_", "mul", "copy_"]
+    assert trace.ops[2].reads == trace.ops[0].writes
+    assert [trace.tensors[t].bytes for t in trace.ops[2].writes] == [64]
+
+
 def test_kernels_give_the_op_that_launched_them_its_time(tmp_path: Path) -> None:
     def launch(time: float, number: int) -> dict[str, Any]:
         args = {"correlation": number}

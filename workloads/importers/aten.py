@@ -19,6 +19,9 @@ _SILENT = """
 """
 SILENT = frozenset((*(f"aten::{name}" for name in _SILENT.split()), "detach", "detach_"))
 """Ops that only allocate or only create a view, unless they call another op (a copy)."""
+_CALLERS = "clone full full_like new_full new_ones new_zeros ones ones_like zero_ zeros zeros_like _to_copy"
+CALLERS = frozenset(f"aten::{name}" for name in _CALLERS.split())
+"""Ops that only allocate and have another op (a copy, a fill) write, where they call one."""
 _WRAPPER = re.compile(r"^autograd::engine::|^torch::autograd::AccumulateGrad$|^\w+Backward\d+$")
 
 

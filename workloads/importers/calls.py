@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workloads.importers.aten import is_silent, kind_of
+from workloads.importers.aten import CALLERS, is_silent, kind_of
 from workloads.importers.optrace import PRODUCTS
 
 MAIN = (*PRODUCTS, "norm")
@@ -25,6 +25,7 @@ class Call:
     silent: it runs no kernel, nor do its calls.
     longest: ns of the longest op that it calls.
     is_main: it is a product, a convolution, attention or a norm, and does not call another one for it.
+    allocates: memory is allocated in its own time, in none of its calls.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Call:
     silent: bool = False
     longest: int = 0
     is_main: bool = False
+    allocates: bool = False
 
 
 @dataclass(slots=True)
@@ -59,23 +61,26 @@ class Timeline:
     """Calls in order of start, and the ops found in them.
 
     A call that calls only silent ones (allocations, views) is one op, including their time. If a call has other calls,
-    the longest section of its own time is an op if it is longer than any of them, or if it is a product or a norm (a
-    small product may take less time than the copy of its bias); the rest of its own time is added to the preceding op
-    of the same outermost call, or to the next one. What only calls others (for autograd, for a copy) is never an op.
+    the longest section of its own time is an op if it is longer than any of them, if it allocates its result itself, or
+    if it is a product or a norm (a small product may take less time than the copy of its bias); the rest of its own
+    time is added to the preceding op of the same outermost call, or to the next one. What only calls others (for
+    autograd, for a copy) is never an op.
     """
 
     calls: list[Call] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
 
     @classmethod
-    def of(cls, calls: Sequence[Call], busy: Sequence[int]) -> Timeline:
+    def of(cls, calls: Sequence[Call], busy: Sequence[int], made: Sequence[int] = ()) -> Timeline:
         """The timeline of some calls.
 
         calls: in any order.
         busy: sorted times in ns; a silent outermost call is an op only if one of them falls into it.
+        made: those of them at which memory was allocated.
         """
         line = cls(sorted(calls, key=lambda c: (c.start, -c.end)))
         nest(line.calls)
+        mark_allocating(line.calls, made)
         threads: dict[Any, list[int]] = {}
         for i, call in enumerate(line.calls):
             if call.is_op:
@@ -121,6 +126,19 @@ def nest(calls: list[Call]) -> None:
                 above.longest = max(above.longest, call.end - call.start, 1)
 
 
+def mark_allocating(calls: list[Call], made: Sequence[int]) -> None:
+    """Mark the calls that allocate memory themselves: what only calls others has one of them allocate."""
+    ops = [i for i, call in enumerate(calls) if call.is_op]
+    starts = [calls[i].start for i in ops]
+    for time in made:
+        at = bisect_right(starts, time) - 1
+        call = ops[at] if at >= 0 else -1
+        while call >= 0 and calls[call].end <= time:
+            call = calls[call].parent
+        if call >= 0:
+            calls[call].allocates = True
+
+
 @dataclass(slots=True)
 class _Section:
     call: int
@@ -133,12 +151,13 @@ def _units(calls: list[Call], order: list[int], busy: Sequence[int]) -> list[Uni
     sections = _sections(calls, order, busy)
     best: dict[int, _Section] = {}
     for part in sections:
-        if part.is_unit or is_silent(calls[part.call].name):
+        if part.is_unit or is_silent(calls[part.call].name) or calls[part.call].name in CALLERS:
             continue
         if part.call not in best or part.end - part.start > best[part.call].end - best[part.call].start:
             best[part.call] = part
     for call, part in best.items():
-        part.is_unit = calls[call].is_main or part.end - part.start > calls[call].longest
+        is_longest = part.end - part.start > calls[call].longest
+        part.is_unit = calls[call].is_main or calls[call].allocates or is_longest
     units: list[Unit] = []
     begun: set[int] = set()  # calls that have units
     root, time_before, first = -1, 0, 0

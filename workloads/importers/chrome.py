@@ -149,7 +149,7 @@ class _Reader:
                 "it has no memory events, so that its tensors are unknown: record with "
                 "profile(profile_memory=True, record_shapes=True)"
             )
-        self.line = Timeline.of(self.calls, [e.time for e in self.events])
+        self.line = Timeline.of(self.calls, [e.time for e in self.events], [e.time for e in self.events if e.bytes > 0])
         self.calls = self.line.calls
         self.module_calls = ModuleCalls(self.modules, self.calls)
         if not self.line.units:
