@@ -311,6 +311,34 @@ def test_what_has_no_weights_is_refused_in_one_line(module, message, tmp_path):
         load_trace(tmp_path / "t.json", module=module())
 
 
+def test_several_optimizers_of_a_step_have_the_state_of_each(tmp_path):
+    def optimizers(model: Any) -> list[Any]:
+        first, second = (list(each.parameters()) for each in model)
+        return [torch.optim.AdamW(first, fused=True), torch.optim.SGD(second, lr=0.1, momentum=0.9)]
+
+    class Two(Case):
+        def step(self, model: Any, tuned: Any, batch: Any) -> None:
+            for each in model:
+                each(batch).pow(2).mean().backward()
+            for optimizer in self.tuned:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    model = nn.ModuleList([Blocks(), NormsFirst()])
+    case = Two(lambda: model, optimizer=None)
+    object.__setattr__(case, "tuned", optimizers(model))
+    _, _, _, path = recorded(tmp_path, case)
+    sizes = [sum(p.numel() * p.element_size() for p in each.parameters()) for each in model]
+    steps = 4 * len(list(model[0].parameters()))  # a number for each parameter of AdamW
+    trace = load_trace(path, module=model, optimizer=case.tuned)
+    assert at_start(trace, "optimizer_state") == 2 * sizes[0] + steps + sizes[1]
+    alone = load_trace(path, module=model, optimizer=case.tuned[1])
+    assert at_start(alone, "optimizer_state") == sizes[1]
+    for given in ([case.tuned[0], 3], 0):
+        with pytest.raises(TraceError, match=r"optimizer: expected a torch\.optim\.Optimizer, not int"):
+            load_trace(path, module=model, optimizer=given)
+
+
 def test_an_optimizer_of_more_than_the_module_is_noted(tmp_path):
     model, tuned, _, path = recorded(tmp_path, CASES["AdamW"])
     trace = load_trace(path, module=model.blocks[0], optimizer=tuned)

@@ -60,7 +60,7 @@ def load_trace(
     step: which step of a profiler's Chrome JSON, by its number there; None for the last complete one.
     module: the `torch.nn.Module` that a profiler's Chrome JSON was recorded of, whose weights are missing there (how
         they are matched with ops: `workloads.importers.weights`).
-    optimizer: its `torch.optim.Optimizer` after a step, for the state.
+    optimizer: its `torch.optim.Optimizer` after a step, for the state, or a list of them.
 
     Raises TraceError, one line that names the file and its fault, or lists the formats where it has none of them.
     """

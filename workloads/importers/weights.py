@@ -75,7 +75,7 @@ def _sides(shape: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KnownModule:
-    """A module, with its optimizer.
+    """A module, with its optimizer, or several.
 
     weights: in the order of the module, shared ones once.
     classes: per path of a module in it the name of its class.
@@ -93,7 +93,8 @@ def known_module(module: Any, optimizer: Any = None) -> KnownModule:
     """What is known of a module.
 
     module: a `torch.nn.Module`.
-    optimizer: a `torch.optim.Optimizer` of its parameters that has made a step, so that its state is there.
+    optimizer: a `torch.optim.Optimizer` of its parameters that has made a step, so that its state is there; or a list
+        of them.
 
     Raises TraceError for arguments that are neither, and for an optimizer of other parameters or without state.
     """
@@ -101,12 +102,11 @@ def known_module(module: Any, optimizer: Any = None) -> KnownModule:
     if torch is None or not isinstance(module, torch.nn.Module):
         what = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise TraceError(f"module: expected a torch.nn.Module, not {what}")
-    if optimizer is not None and not isinstance(getattr(optimizer, "state", None), Mapping):
-        raise TraceError(f"optimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    given = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    optimizers = [each for each in given if each is not None]
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             raise TraceError(f"module: {name!r} has no shape yet: give the module after a step")
-    updated = {} if optimizer is None else {id(p): p for g in optimizer.param_groups for p in g["params"]}
     owners: dict[int, list[str]] = {}
     tensors: dict[int, tuple[str, Any]] = {}
     parameters = {id(parameter) for parameter in module.parameters()}
@@ -114,10 +114,12 @@ def known_module(module: Any, optimizer: Any = None) -> KnownModule:
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
             owners.setdefault(id(tensor), []).append(path)
             tensors.setdefault(id(tensor), (f"{path}.{name}" if path else name, tensor))
-    state = {} if optimizer is None else optimizer.state
+    updated: dict[int, dict[str, Any]] = {}  # per parameter its state
+    for each in optimizers:
+        updated |= _states(each, tensors)
     weights = []
     for key, (name, tensor) in tensors.items():
-        held = [(k, t) for k, t in (state.get(tensor) or {}).items() if hasattr(t, "element_size")]
+        held = [(k, t) for k, t in updated.get(key, {}).items() if hasattr(t, "element_size")]
         weights.append(
             Weight(
                 name,
@@ -126,16 +128,29 @@ def known_module(module: Any, optimizer: Any = None) -> KnownModule:
                 tuple(owners[key]),
                 key in parameters,
                 bool(tensor.requires_grad),
-                bool(tensor.requires_grad) if optimizer is None else key in updated,
+                key in updated if optimizers else bool(tensor.requires_grad),
                 tuple((f"{name}.{k}", t.numel() * t.element_size()) for k, t in held),
             )
         )
-    if optimizer is not None and not any(weight.is_updated for weight in weights):
-        raise TraceError("optimizer: it has no parameter of the module: give it with its own module")
-    if optimizer is not None and not any(weight.state for weight in weights) and not _keeps_nothing(optimizer):
-        raise TraceError("optimizer: it has no state for any parameter of the module: give it after a step")
     classes = {path: type(part).__name__ for path, part in module.named_modules()}
     return KnownModule(tuple(weights), classes, layer_paths(module), len(updated.keys() - tensors.keys()))
+
+
+def _states(optimizer: Any, tensors: Mapping[int, Any]) -> dict[int, dict[str, Any]]:
+    """The state of each parameter of an optimizer, by its id.
+
+    tensors: those of the module. Raises TraceError where it is no optimizer, of another module, or without state.
+    """
+    if not isinstance(getattr(optimizer, "state", None), Mapping):
+        raise TraceError(f"optimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    found = {id(p): dict(optimizer.state.get(p) or {}) for g in optimizer.param_groups for p in g["params"]}
+    known = [state for key, state in found.items() if key in tensors]
+    if not known:
+        raise TraceError("optimizer: it has no parameter of the module: give it with its own module")
+    has_state = any(hasattr(t, "element_size") for state in known for t in state.values())
+    if not has_state and not _keeps_nothing(optimizer):
+        raise TraceError("optimizer: it has no state for any parameter of the module: give it after a step")
+    return found
 
 
 def _keeps_nothing(optimizer: Any) -> bool:
