@@ -221,7 +221,8 @@ def read_values(config: str | Path | Mapping[str, Any] | HasDict) -> tuple[Mappi
         known = [*_tables(), *HUB_NAMES]
         if {*text.split(",")} & {*known}:
             raise WorkloadError(f"model {text!r}: expected one; `tiersim sweep` compares models")
-        raise WorkloadError(f"model {text!r} is unknown{near(text, known)}")
+        hub = "; of any other model give the path of its config.json" if "/" in text else ""
+        raise WorkloadError(f"model {text!r} is unknown{near(text, known)}{hub}")
     try:
         if path.exists() and not path.is_file():  # a device or a pipe, which may have no end
             raise WorkloadError(f"{path}: is not a regular file")

@@ -237,13 +237,14 @@ def _next(top: Row, other: Row, asked: Question) -> str:
 def _decisive(advice: Advice) -> Iterator[str]:
     if not advice.figures_tried:
         return
-    left, tried = advice.figures_all - advice.figures_tried, f"{advice.figures_tried} assumed figures of the profile"
-    rest = f" ({left} more were not tried)" if left else ""
+    tried = f"{advice.figures_tried} of {advice.figures_all} tried"
     if not advice.flips:
-        yield f"None of {tried}, halved or doubled, makes the fastest of another kind faster by 1 %{rest}."
+        halved = "No assumed figure of the profile, halved or doubled,"
+        yield f"{halved} makes the fastest of another kind faster by 1 % ({tried})."
         return
     paths = len({flip.path for flip in advice.flips})
-    yield f"Of {tried}, halved and doubled, {paths} would change this{rest}:"
+    figures_ = "figure" if paths == 1 else "figures"
+    yield f"{paths} assumed {figures_} of the profile, halved or doubled, would change this ({tried}):"
     for flip in advice.flips:
         by = "which alone fits" if flip.lead == float("inf") else f"faster by {_percent(flip.lead)}"
         yield f"  {flip.path} = {flip.value} instead of {flip.text}: {flip.policy}, {by}"
@@ -310,7 +311,13 @@ def _end(advice: Advice) -> Iterator[str]:
     if budget is not None and budget > usable:
         yield f"the budget of {_gb(budget)} exceeds this machine: what takes more than {_gb(usable)} does not fit on it"
     if advice.skipped:
-        yield f"{advice.skipped} runs were left out for lack of time: give the search more (--seconds)"
+        yield f"{_runs(advice.skipped)} left out for lack of time: give the search more (--seconds)"
     late = sum(row["status"] == "timed_out" for row in advice.rows)
     if late:
-        yield f"{late} runs were ended because each took more than {SHARE:.0%} of the search's time"
+        each = "it" if late == 1 else "each"
+        yield f"{_runs(late)} ended because {each} took more than {SHARE:.0%} of the search's time"
+
+
+def _runs(number: int) -> str:
+    """So many runs, and the verb."""
+    return "1 run was" if number == 1 else f"{number} runs were"

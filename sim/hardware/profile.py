@@ -120,7 +120,7 @@ def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
         if given not in profile_names():
             if {*given.split(",")} & {*profile_names()}:
                 raise ProfileError(f"profile {given!r}: expected one; `tiersim sweep` compares machines")
-            raise ProfileError(f"no hardware profile is called {given!r}{near(given, profile_names(), _plain_first)}")
+            raise ProfileError(f"no hardware profile is called {given!r}{_instead(given)}")
         name, label = given, f"{given}.toml"
         file = importlib.resources.files("hardware_profiles").joinpath(label)
     try:
@@ -129,6 +129,15 @@ def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str, str]:
         return name, label, file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"{label}: cannot be read: {error}") from None
+
+
+def _instead(wrong: str) -> str:
+    """What may be meant by a name that no profile has, to append to a message."""
+    if Path(f"{wrong}.toml").is_file():
+        return f"; the file is {wrong + '.toml'!r}, with its ending"
+    hint = near(wrong, profile_names(), _plain_first)
+    begin = "; to describe another machine, begin with `tiersim profiles a100_40_pcie --toml > mine.toml`"
+    return hint if nearest(wrong, profile_names()) else hint + begin
 
 
 def _plain_first(name: str) -> tuple[bool, str]:
