@@ -291,6 +291,22 @@ def lay_out(
         return _laid_out(trace, platform, to_layout(parallel), overrides, kernels)
 
 
+def machine_for(
+    platform: Platform | str | os.PathLike[str], layout: Layout, overrides: Mapping[str, str] | None = None
+) -> Platform:
+    """A node with as many devices as a layout takes, or has room for; the arguments are those of `lay_out`."""
+    if isinstance(platform, Platform):
+        return platform
+    machine = load_profile(platform, overrides=overrides)
+    if layout.is_trivial:
+        return machine
+    most = machine.networks[0].per_node if machine.networks else layout.devices if machine.devices == 1 else 0
+    node = min(layout.devices, most)
+    if machine.devices < node:
+        machine = load_profile(platform, overrides={**(overrides or {}), "devices": str(node)})
+    return machine
+
+
 def _laid_out(
     trace: Trace,
     platform: Platform | str | os.PathLike[str],
@@ -298,15 +314,11 @@ def _laid_out(
     overrides: Mapping[str, str] | None,
     kernels: Callable[[Trace], Trace] | None,
 ) -> tuple[Trace, Platform]:
-    machine = platform if isinstance(platform, Platform) else load_profile(platform, overrides=overrides)
+    machine = machine_for(platform, layout, overrides)
     if layout.is_trivial:
         return trace if kernels is None else kernels(trace), machine
     if trace.devices > 1:
         raise LayoutError(f"the trace is already on {trace.devices} devices")
-    most = machine.networks[0].per_node if machine.networks else layout.devices if machine.devices == 1 else 0
-    node = min(layout.devices, most)
-    if machine.devices < node and not isinstance(platform, Platform):
-        machine = load_profile(platform, overrides={**(overrides or {}), "devices": str(node)})
     _check_devices(machine, layout)
     _check_samples(trace, layout)
     check_division(trace, layout.tp, layout.sequence_parallel, layout.cp)

@@ -94,7 +94,7 @@ def flips(asked: Question, winner: Row, rows: Sequence[Row], trials: Trials) -> 
         for value in _scaled(fact.text)
         if _loads(each := replace(asked, figures={**asked.figures, fact.path: value}))
     ]
-    new = trials.run_all(rounds)
+    new = [row for row in trials.run_all(rounds) if "assumed" in row]  # a figure of 0 is the same machine
     found: list[Flip] = []
     for key in dict.fromkeys(row["assumed"] for row in new):
         these = [row for row in new if row["assumed"] == key]

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import ProfileError, TiersimError, near, nearest
 from sim.hardware.profile import load_profile
-from sim.layout import Layout
+from sim.layout import Layout, machine_for
 from sim.regular_files import file_sum, read_file
 from sim.sweeps.cell import config_sum
 from sim.sweeps.identity import digest, engine_version, policy_identity, workload_version
@@ -217,6 +217,7 @@ class _Expansion:
     def __init__(self, study: Study) -> None:
         self.study = study
         self.file = study.file
+        self._nodes: dict[tuple[str, int, int], str] = {}
 
     def cells(self) -> list[Cell]:
         file = self.file
@@ -232,6 +233,7 @@ class _Expansion:
             group = digest([workload, parallel] if parallel else workload)
             for profile, (i, changed) in product(file.profile, enumerate(figures)):
                 platform_sum = platforms[profile, i]
+                node_sum = "" if layout is None else self._node(profile, i, changed, layout)
                 repeats: list[int | None] = [*file.iterations] if file.iterations else [None]
                 limits: list[float | None] = [*file.recompute_limit] if file.recompute_limit else [None]
                 rest = product(file.budget, policies, file.seed, repeats, limits)
@@ -252,7 +254,7 @@ class _Expansion:
                     if not self._wanted(known, chosen):
                         continue
                     shared = [workload_sum, platform_sum, identities[chosen.label], budget, seed, iterations]
-                    content = [*shared, *self._more(chosen, limit, parallel)]
+                    content = [*shared, *self._more(chosen, limit, parallel, node_sum)]
                     timeline = self._has_timeline(known, chosen)
                     id = digest([engine_version(), *content, timeline])
                     task = {
@@ -281,12 +283,14 @@ class _Expansion:
             raise StudyError([f"{self.study.source}: no cell is left: skip and only take out all of them"])
         return list(found.values())
 
-    def _more(self, chosen: Chosen, limit: float | None, parallel: dict[str, Any] | None) -> Iterator[Any]:
+    def _more(
+        self, chosen: Chosen, limit: float | None, parallel: dict[str, Any] | None, node_sum: str
+    ) -> Iterator[Any]:
         """What else identifies a cell, as far as it can change a result."""
         if chosen.policy.recomputes and limit != RECOMPUTE_LIMIT:
             yield {"recompute_limit": limit}
         if parallel:
-            yield {"parallel": parallel}
+            yield {"parallel": parallel, "node": node_sum}
         if self.file.bound:
             yield "bound"
 
@@ -340,6 +344,21 @@ class _Expansion:
         if problems:
             raise StudyError(list(dict.fromkeys(problems)))
         return found
+
+    def _node(self, profile: str, i: int, changed: Mapping[str, str], layout: Layout) -> str:
+        """Hash of a node with as many devices as a layout takes, and of what joins nodes, with one set of changes.
+
+        One device has neither links to others nor a network.
+        """
+        key = profile, i, layout.devices
+        if key not in self._nodes:
+            try:
+                machine = machine_for(profile, layout, changed or None)
+            except ProfileError as error:  # which the cell then says, as its answer
+                self._nodes[key] = str(error)
+            else:
+                self._nodes[key] = digest([machine.content_hash, repr(machine.networks)])
+        return self._nodes[key]
 
     # ---- filters -----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from sim.commands.report_sweep import _combinations, _numbers
 from sim.experiment import simulate
 from sim.foreign import Trust
 from sim.hardware.profile import load_profile
+from sim.layout import lay_out
 from sim.sweeps import StudyError, load_study, run_sweep
 from sim.sweeps.command import show_results
 from sim.sweeps.job import job
@@ -47,6 +48,23 @@ def test_a_cell_is_the_run_that_simulate_makes_of_the_layout(study, tiny):
     homes = [load_profile("a100_80_sxm", overrides={"devices": "2"}).home(device).name for device in (0, 1)]
     peaks = [two[f"peak_by_tier.{home}"] for home in homes]
     assert two["fullest_bytes"] == max(peaks) > min(peaks) > 0
+
+
+@pytest.mark.parametrize(
+    ("profile", "path", "slow", "fast", "dp"),
+    [
+        ("ascend_910b", "links.hccs.rate", "1 GB/s", "50 GB/s", 4),
+        ("mt3000_cluster", "networks.express.rate", "0.1 GB/s", "25 GB/s", 8),
+    ],
+)
+def test_a_figure_of_what_joins_devices_makes_cells_of_its_own(study, tiny, profile, path, slow, fast, dp):
+    given = {**A100, "profile": profile, "figures": {path: [slow, fast]}}
+    rows = rows_of(study(**given, batch=8, parallel={"dp": dp}))
+    trace = transformer(tiny, batch=8, sequence=16, precision="fp32")
+    alone = [simulate(*lay_out(trace, profile, {"dp": dp}, overrides={path: rate})) for rate in (slow, fast)]
+    assert [row["makespan_ns"] for row in rows] == [result.summary()["makespan_ns"] for result in alone]
+    assert rows[0]["makespan_ns"] > rows[1]["makespan_ns"]
+    assert len({row["cell"] for row in rows}) == 2
 
 
 def test_replicas_stand_for_the_devices_asked(study):
