@@ -156,10 +156,17 @@ def test_of_equal_runs_the_simplest_is_on_the_front(config):
 
 
 def test_the_least_memory_is_near_what_no_candidate_fits(config):
+    """With whatever number of micro-batches: brute force over all of them."""
     advice = advise(config, "a100_40_pcie", goal="memory", batch=4, policies=FEW, jobs=1, **AXES)
-    peak, trace = advice.best["peak_bytes"], trace_of(config)
-    assert it_fits(trace, "a100_40_pcie", advice.best["policy"], budget=peak)
-    assert not any(it_fits(trace, "a100_40_pcie", name, budget=int(0.98 * peak)) for name in FEW)
+    top = advice.best
+    traces = {count: trace_of(config, batch=4, micro_batches=count) for count in (1, 2, 4)}
+    assert top["micro_batches"] > 1
+    assert it_fits(traces[top["micro_batches"]], "a100_40_pcie", top["policy"], budget=top["peak_bytes"])
+    less = int(0.98 * top["peak_bytes"])
+    fitting = [(name, count) for name in FEW for count, trace in traces.items()
+               if it_fits(trace, "a100_40_pcie", name, budget=less)]  # fmt: skip
+    assert not fitting
+    assert f"{top['policy']} in {top['micro_batches']} micro-batches" in advice.text()
 
 
 def test_no_batch_that_was_left_out_is_faster(config):

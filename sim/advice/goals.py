@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 
 from sim.advice.candidates import candidates, lean, space
 from sim.advice.ceiling import ceiling
 from sim.advice.narrowing import STOPS, Search, by_ceiling, divisions, names_within
 from sim.advice.question import Question
 from sim.advice.state import state_of
-from sim.advice.trials import BOUND, EQUAL, NOTHING, Row, Trials, best, fits, speed
+from sim.advice.trials import BOUND, EQUAL, NOTHING, Row, Trials, best, fits, setting, speed
 
 LARGEST = 1 << 16
 FLAT = 1.01
 """A doubled batch that brings less than this factor in speed, even with unlimited memory, is not worth more of them."""
 FEW = 3
 MEMORY_STEP = 0.01
+MISSES = 2
+"""So many further divisions into micro-batches that need no less memory end their search: the first keeps gradients."""
 
 
 def at_one_batch(asked: Question, trials: Trials) -> list[Row]:
@@ -142,18 +145,37 @@ def _up(
 def least_memory(asked: Question, trials: Trials) -> list[Row]:
     """Bisection with the candidates that are likely to need the least memory; then all of the space; then what is slow.
 
-    Each step tries those that fitted the budget above. Where the least of some is known, others are tried at a little
-    less, and what fits that goes on from there. What plans for long waits until all others have been tried.
+    The first are tried with ever more micro-batches until these bring nothing `MISSES` times in a row, the others with
+    as many as have needed the least. Each step tries those that fitted the budget above. Where the least of some is
+    known, others are tried at a little less, and what fits that goes on from there. What plans for long waits until all
+    others have been tried.
     """
     rows: list[Row] = []
     quick = STOPS[0] * trials.seconds
-    for lean_alone, stop_s in ((True, quick), (False, quick), (False, None)):
-        peaks = [int(row["peak_bytes"]) for row in rows if fits(row)]
-        lower = replace(asked, budget=int(min(peaks) * (1 - MEMORY_STEP))) if peaks else asked
-        tried = {str(row["policy"]) for row in rows}
-        names = lean([name for part in candidates_for(asked) for name in part]) if lean_alone else _every(lower)
-        rows += _down(lower, trials, [name for name in names if name not in tried], stop_s)
+    ways, missed = divisions(asked), 0
+    least = ways[-1]
+    for each in ways:
+        lower = _below(each, rows)
+        found = _down(lower, trials, lean([name for part in candidates_for(lower) for name in part]), quick)
+        rows += found
+        if any(map(fits, found)):
+            least, missed = each, 0
+        elif any(map(fits, rows)):
+            missed += 1
+        if missed == MISSES or not trials.left_s:
+            break
+    others = [] if any(map(fits, rows)) else ways[:-1]
+    for each, stop_s in product((least, *others), (quick, None)):
+        lower = _below(each, rows)
+        tried = {str(row["policy"]) for row in rows if setting(row) == setting(each.workload)}
+        rows += _down(lower, trials, [name for name in _every(lower) if name not in tried], stop_s)
     return rows
+
+
+def _below(asked: Question, rows: Sequence[Row]) -> Question:
+    """The question with a little less memory than the least that has been found so far."""
+    peaks = [int(row["peak_bytes"]) for row in rows if fits(row)]
+    return replace(asked, budget=int(min(peaks) * (1 - MEMORY_STEP))) if peaks else asked
 
 
 def _every(asked: Question) -> list[str]:
