@@ -18,7 +18,7 @@ import typer
 
 from sim.commands.options import Trusting, command_with, files_of, say
 from sim.commands.repeating import checked_job, options_of, read_saved, repeat, trust_of
-from sim.commands.saved import Wanted, files_beside, saved_view
+from sim.commands.saved import Wanted, files_beside, say_saved, saved_view
 
 if TYPE_CHECKING:
     from sim.report.page import RunView, SavedView
@@ -80,6 +80,7 @@ def _run(wanted: Wanted) -> Path:
     objections, job = checked_job(options, trust, files_of(asked, [policy]))
     if job is None:
         view = saved_view(part_of(folder, NAME), saved, objections, links=links, command=command)
+        say_saved([view])
         return write_run_page(view, wanted.target)
     platform, trace = job
     result = repeat(options, trace, platform, policy, saved, folder)
@@ -114,6 +115,7 @@ def _comparison(wanted: Wanted) -> Path:
             with suppress(Infeasible):  # it planned, and nothing ran
                 result = repeat(options, job[1], job[0], name, {**saved, **rows[i]}, folder)
                 runs[name] = run_view(result, title=name)
+    say_saved(runs.values())
     view = saved_table(
         saved,
         runs,

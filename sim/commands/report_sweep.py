@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.commands.options import say
 from sim.commands.repeating import steps
-from sim.commands.saved import Wanted, check_repeated, files_beside, saved_view
+from sim.commands.saved import Wanted, check_repeated, files_beside, say_saved, saved_view
 from sim.errors import BEGAN, Infeasible, ProfileError, TiersimError, near
 from sim.limits import calling
 
@@ -125,6 +125,7 @@ class _Runs:
                 self.runs[id] = saved_view(self._view(id), row, objections, title=title, links=self._links(id))
             else:
                 self.notes += [f"cell {id[:12]} is not in this page: {line}" for line in objections]
+        say_saved(self.runs.values())
 
     def _tasks(self) -> tuple[list[str], dict[str, Any]]:
         """Why not all cells can be repeated, and those that can, by id."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,10 @@ from urllib.parse import quote
 
 if TYPE_CHECKING:
     from sim.pages import Links
-    from sim.report.page import SavedView
+    from sim.report.page import RunView, SavedView
+
+NAMED = 3
+"""Runs that a line on stderr names at most."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Wanted:
 
 
 def saved_view(path: Path, saved: Mapping[str, Any], objections: Sequence[str], **about: Any) -> SavedView:
-    """A run as it was saved, checked against its figures. The page, and a line on stderr, say why it was not repeated.
+    """A run as it was saved, checked against its figures. The page says why it was not repeated; see `say_saved`.
 
     about: keys of the view to set.
 
@@ -51,9 +54,20 @@ def saved_view(path: Path, saved: Mapping[str, Any], objections: Sequence[str], 
     figures, why = view.data["figures"], "repeat the run or sweep"
     check_figures(figures, saved, f"{path}: ", why)
     _check_complete(view, path, why)
-    for line in objections:
-        print(f"tiersim: from what was saved: {view.title}: {line}", file=sys.stderr)
     return view
+
+
+def say_saved(runs: Iterable[RunView | SavedView]) -> None:
+    """Say on stderr why runs were not repeated: a line per reason, with the runs that it is about."""
+    from sim.report.page import SavedView
+
+    titles: dict[str, list[str]] = {}
+    for run in runs:
+        for line in run.data["caution"] if isinstance(run, SavedView) else ():
+            titles.setdefault(line, []).append(run.title)
+    for line, named in titles.items():
+        more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
+        print(f"tiersim: from what was saved: {', '.join(named[:NAMED])}{more}: {line}", file=sys.stderr)
 
 
 def _check_complete(view: SavedView, path: Path, why: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sim.hardware.profile import profile_text
 from sim.policies import policy_file
 from sim.report.files import write_aside
 from sim.report.page import SavedView, write_run_page
@@ -61,6 +62,19 @@ def saved(words, folder, mark, capsys):
     assert mark.exists()
     mark.unlink()
     forget()
+
+
+def test_what_keeps_several_runs_from_being_repeated_is_said_once(tmp_path, capsys):
+    profile = tmp_path / "mine.toml"
+    profile.write_text(profile_text("a100_40_pcie"))
+    job = ["--profile", profile, *JOB[2:]]
+    policies = "keep_all,full_recompute,swap_all,dtr,chen"
+    assert tiersim("compare", *job, "--policies", policies, "-o", tmp_path / "out", capsys=capsys)[0] == 0
+    code, _, err = tiersim("report", tmp_path / "out", "-o", tmp_path / "r.html", capsys=capsys)
+    (line,) = err.splitlines()
+    assert code == 0
+    assert "and 2 more: profile " in line
+    assert line.endswith("(--trust)")
 
 
 def test_the_policy_of_a_saved_run_is_not_executed_and_the_page_and_the_terminal_say_so(mine, tmp_path, capsys):
