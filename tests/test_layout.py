@@ -14,7 +14,7 @@ import pytest
 
 from sim import LayoutError, Trace, compare, lay_out, load_profile, save_trace, simulate
 from sim.analysis.stages import stages
-from sim.errors import PolicyError
+from sim.errors import Infeasible, PolicyError
 from sim.hardware.nodes import placed
 from sim.layout import Layout
 from sim.rewrites.values import departures
@@ -357,3 +357,27 @@ def test_cycles_of_garbage_are_searched_for_afterwards(layout: dict[str, int]) -
     with suppress(LayoutError):
         lay_out(transformer("gpt2", batch=2, sequence=8), "a100_80_sxm", layout)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("profile", "model", "tokens", "context", "tensor", "width", "layers"),
+    [
+        ("h100", "llama3-8b", 1 << 17, 8, 8, 4096, 32),
+        ("h100", "llama3-8b", 1 << 20, 16, 8, 4096, 32),
+        ("mt3000_cluster", "llama-1b", 1 << 17, 16, 4, 2048, 16),
+    ],
+)
+def test_windows_of_128_k_and_a_million_tokens_fit_where_they_are_divided(
+    profile, model, tokens, context, tensor, width, layers
+):
+    """Each rank has its part of the products; what recomputation keeps, the input of every layer, is a lower bound."""
+    long = {"batch": 1, "sequence": tokens, "precision": "amp_bf16", "attention": "flash", "loss": "fused"}
+    whole = transformer(model, **long)
+    part, node = lay_out(whole, profile, {"cp": context, "tp": tensor, "sequence_parallel": True})
+    for kind in ("matmul", "attention"):
+        flops, own = (sum(op.flops for op in trace.ops if op.kind == kind) for trace in (whole, part))
+        assert flops == own * context * tensor > 0
+    peak = simulate(part, node, "full_recompute").summary()["peak_bytes"]
+    assert 2 * layers * width * tokens // (context * tensor) < peak < node.home(0).capacity
+    with pytest.raises(Infeasible):
+        simulate(whole, profile, "full_recompute")
