@@ -3,7 +3,7 @@
 python scripts/make_mt3000.py             write the pages from docs/mt3000.json
 python scripts/make_mt3000.py --check     say whether they are current; exit status 1 where one is not
 python scripts/make_mt3000.py --measure   run what is missing in docs/mt3000.json first (20 minutes on two cores, and
-                                          `chosen` takes 5.5 minutes of processor time)
+                                          `chosen` and `elsewhere` take 12 minutes of processor time)
 python scripts/make_mt3000.py --measure rates draws    only these parts
 """
 
@@ -79,6 +79,7 @@ def facts(data: Mapping[str, Any], words: tables.Words) -> dict[str, Any]:
         **_jobs(where, words),
         **_stacks(where, cells(data, "fused"), border, words),
         **_chosen(cells(data, "chosen"), words),
+        **_elsewhere(cells(data, "elsewhere"), border, words),
         **_together(cells(data, "clusters"), words),
         "crossed": words["and"].join(words["crossed"].format(at=at, job=job) for job, at in crossed.items()),
         "machines_table": tables.machines_table(where, words),
@@ -150,6 +151,18 @@ def _chosen(found: Cells, words: tables.Words) -> dict[str, Any]:
         "chosen_second_by": second[1],
         "winning_table": tables.winning_table(winning(found), words),
         "leads_table": tables.effects_table(figures, words),
+    }
+
+
+def _elsewhere(found: Cells, border: float, words: tables.Words) -> dict[str, Any]:
+    made = predictions(found, border)
+    return {
+        "elsewhere_draws": len(found),
+        "elsewhere_jobs": f" {words['and'].strip()} ".join(study.SWEPT),
+        "elsewhere_machines": words["list"].join(f"`{name}`" for name in study.ELSEWHERE),
+        "elsewhere_right": sum(each[-1] for each in made),
+        "elsewhere_predicted": len(made),
+        "elsewhere_table": tables.elsewhere_table(found, words),
     }
 
 

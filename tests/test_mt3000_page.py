@@ -7,8 +7,9 @@ import re
 import pytest
 
 from scripts.make_mt3000 import PAGES, page
-from scripts.mt3000_page import study
-from scripts.mt3000_page.findings import SURE, Cell, cells, leads, pressure, turning_rate, winning
+from scripts.mt3000_page import study, tables
+from scripts.mt3000_page.findings import SURE, Cell, cells, leads, predictions, pressure, turning_rate, winning
+from scripts.mt3000_page.words import WORDS
 from sim import simulate
 from sim.errors import Infeasible
 
@@ -42,6 +43,8 @@ def test_both_languages_give_the_same_figures():
         ("h2d alone", 2),
         ("draws", 5),
         ("chosen", 3),
+        ("elsewhere", 2),
+        ("elsewhere", 40),
         ("fused", 0),
         ("clusters", 2),
         ("clusters", 4),
@@ -81,6 +84,31 @@ def test_a_policy_wins_the_draws_in_which_none_is_faster_by_more_than_can_be_tol
         )
     )
     assert winning(found) == {"GPT-2": {"swap_all": 0.25, "g10": 0.75, "full_recompute": 0.25}}
+
+
+def test_draws_elsewhere_are_counted_by_job_and_machine_and_judged_by_the_ratio():
+    """Of two draws on a machine copying is the faster in one, at a pressure below the border; the other is at none."""
+    run = next(run for run in study.runs() if run.part == "elsewhere" and run.machine == "ascend_910b")
+    wants = study.wanted(run.job, run.options)[0]
+    unlimited = 3 * 10**9  # a forward pass takes a second
+    found = {}
+    for rate, copies, again in ((2, 1000, 2000), (20, 2000, 1000)):
+        rows = {
+            name: {"fits": True, "makespan_ns": again if name == "full_recompute" else copies, "unlimited_ns": unlimited,
+                   "recompute_ns": 9 * (name == "full_recompute"),
+                   "moved_bytes": {} if name == "full_recompute" else {"d2h": 1}}
+            for name in study.DRAWN
+        }  # fmt: skip
+        cell = Cell({"budget": wants - 10**9, "rate": rate * 10**8, "rows": rows}, run)
+        found[run.job, run.machine, (f"links.d2h.rate={rate}",)] = cell
+    made = predictions(found, at=1.0)
+    assert [(round(ratio, 6), faster, right) for _, _, ratio, faster, right in made] == [
+        (5.0, "copies", False),
+        (0.5, "recomputation", False),
+    ]
+    assert all(right for *_, right in predictions(dict([next(iter(found.items()))]), at=6.0))
+    line = tables.elsewhere_table(found, WORDS["en"]).splitlines()[2]
+    assert line == f"| {run.job} | `ascend_910b` | 2 | 50 % | 50 % | 50 % | 50 % | 50 % | 1 / 2 |"
 
 
 def test_a_figure_leads_by_its_rank_among_draws_of_the_same_stack():

@@ -82,6 +82,8 @@ CHOSEN: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "Llama 1B": (15, ("g10", "zero_offload + full_recompute", "zero_offload + swap_all")),
 }
 """Jobs of which it is drawn at random what is the fastest: how often, and of which policies."""
+ELSEWHERE, ELSEWHERE_DRAWS = ("mt3000_cluster", "ascend_910b", "pcie_domestic_low"), 15
+"""Other machines on which the jobs of `SWEPT` are drawn as those of `CHOSEN` are, and how often each."""
 FUSED = ("GPT-2", "GPT-2 medium", "BERT-large")
 """Jobs that are run with fused kernels, too."""
 TOGETHER = ("GPT-2 medium", "GPT-2 XL", "Llama 1B", "Llama 2 7B")
@@ -190,6 +192,10 @@ def runs() -> Iterator[Run]:
     for name, (_, policies) in CHOSEN.items():
         for figures, stack in drawn(name):
             yield Run("chosen", name, "mt3000_survey", figures, policies, options={"stack": stack})
+    for name in SWEPT:
+        for where in ELSEWHERE:
+            for figures, stack in drawn(name, where):
+                yield Run("elsewhere", name, where, figures, DRAWN, options={"stack": stack})
     for name in FUSED:
         for where in MACHINES:
             yield Run("fused", name, where, {}, RIVALS, options={"stack": "fused"})
@@ -210,24 +216,25 @@ def draws() -> Iterator[dict[str, str]]:
         yield _drawn(figures, rng)
 
 
-def drawn(name: str) -> Iterator[tuple[dict[str, str], str]]:
-    """Every assumed figure of MT-3000 at random, and a stack, as often as a job is drawn."""
-    rng, figures = random.Random(f"{SEED} {name}"), assumed(("tiers.", "links.", "engines."))
-    for _ in range(CHOSEN[name][0]):
+def drawn(name: str, where: str = "") -> Iterator[tuple[dict[str, str], str]]:
+    """Every assumed figure of a machine at random, by default of MT-3000, and a stack, as often as a job is drawn."""
+    rng = random.Random(" ".join(filter(None, (str(SEED), name, where))))
+    figures = assumed(("tiers.", "links.", "engines."), where or "mt3000_survey")
+    for _ in range(ELSEWHERE_DRAWS if where else CHOSEN[name][0]):
         yield _drawn(figures, rng), rng.choice(STACKS_DRAWN)
 
 
 @cache
-def assumed(parts: tuple[str, ...]) -> tuple[tuple[str, float, str], ...]:
-    """Assumed figures of these parts of MT-3000 but counts, each with its value and unit."""
+def assumed(parts: tuple[str, ...], where: str = "mt3000_survey") -> tuple[tuple[str, float, str], ...]:
+    """Assumed figures of these parts of a machine but counts and sizes, each with its value and unit."""
     from sim import load_profile
-    from sim.advice.reasons import NUMBER
+    from sim.advice.reasons import BESIDE_TIME, NUMBER
 
-    facts = [(fact.path, NUMBER.fullmatch(fact.text)) for fact in load_profile("mt3000_survey").assumed]
+    facts = [(fact.path, NUMBER.fullmatch(fact.text)) for fact in load_profile(where).assumed]
     return tuple(
         (path, float(match[1]), match[2])
         for path, match in facts
-        if match and path.startswith(parts) and "copy_engines" not in path
+        if match and path.startswith(parts) and not path.endswith(("copy_engines", *BESIDE_TIME))
     )
 
 

@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scripts.mt3000_page import study
-from scripts.mt3000_page.findings import Cell, Cells, cells, clusters_of, pressure, standing, winner
+from scripts.mt3000_page.findings import (
+    Cell,
+    Cells,
+    cells,
+    clusters_of,
+    pressure,
+    recomputing,
+    standing,
+    winner,
+    winning,
+)
 
 Words = Mapping[str, Any]
 ALONE = ("recomputation", "copies")
@@ -122,6 +132,18 @@ def winning_table(found: Mapping[str, Mapping[str, float]], words: Words) -> str
         for job, each in found.items()
     ]
     return table([*words["winning"], *(f"`{policy}`" for policy in policies)], 1, rows)
+
+
+def elsewhere_table(found: Cells, words: Words) -> str:
+    """The same per job and machine, and in how many draws the fastest run recomputes."""
+    rows = []
+    for job, where in dict.fromkeys((name, where) for name, where, _ in found):
+        own = {at: cell for at, cell in found.items() if at[:2] == (job, where)}
+        shown = [f"{100 * share:.0f} %" for share in winning(own)[job].values()]
+        rows.append((job, f"`{where}`", str(len(own)), *shown, f"{recomputing(own)} / {len(own)}"))
+    policies = [f"`{policy}`" for policy in study.DRAWN]
+    first, second, draws, last = words["elsewhere"]
+    return table([first, second, draws, *policies, last], 2, rows)
 
 
 def effects_table(found: Sequence[tuple[str, float]], words: Words) -> str:

@@ -40,6 +40,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
         ],
         "effects": ["figure", "correlation"],
         "winning": ["job", "draws"],
+        "elsewhere": ["job", "machine", "draws", "the fastest recomputes"],
         "claims": ["claim", "found"],
         "claimed": [
             (
@@ -89,6 +90,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
         "policies": ["策略", "做法", "此机放得下的最大任务", "此机放得下", "此机代价", "各卡放得下", "各卡代价"],
         "effects": ["数字", "相关"],
         "winning": ["任务", "抽样"],
+        "elsewhere": ["任务", "机器", "抽样", "最快者用到重算"],
         "claims": ["说法", "结果"],
         "claimed": [
             (
