@@ -532,6 +532,19 @@ def test_rows_are_filtered_and_columns_are_chosen(visit, many):
     assert "1" in column(page, "devices")
 
 
+def test_why_a_run_does_not_fit_can_be_read_to_its_end(visit, folder):
+    said = (
+        "op 'h11.mlp.act.cube.cast' needs 25,165,824 B in 'zone' for its results; 20,166,313 B of 3,227,902,921 B are "
+        "free (largest free block 20,166,313 B); largest holders: wte.weight (154,389,504 B), wte.weight.m "
+        "(154,389,504 B), wte.weight.v (154,389,504 B)"
+    )
+    row = {"id": "a", "policy": "chen", "fits": False, "fidelity": "code", "status": "infeasible", "error": said}
+    page = visit(write_table_page(TableView("a study", ("policy",), [row]), folder / "refused.html"))
+    cell = page.locator("#runs .clip")
+    assert cell.inner_text() == said
+    assert cell.evaluate("(each) => each.scrollHeight <= each.clientHeight")
+
+
 def test_a_row_leads_to_its_run_and_back(visit, many, step_log):
     path, _ = many
     page = visit(path)
