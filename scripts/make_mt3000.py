@@ -2,8 +2,8 @@
 
 python scripts/make_mt3000.py             write the pages from docs/mt3000.json
 python scripts/make_mt3000.py --check     say whether they are current; exit status 1 where one is not
-python scripts/make_mt3000.py --measure   run what is missing in docs/mt3000.json first (20 minutes on two cores, and
-                                          `chosen` and `elsewhere` take 12 minutes of processor time)
+python scripts/make_mt3000.py --measure   run what is missing in docs/mt3000.json first (all: 21 minutes of processor
+                                          time, in a process per processor)
 python scripts/make_mt3000.py --measure rates draws    only these parts
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -253,17 +254,22 @@ def load() -> dict[str, Any]:
 
 
 def measure(parts: Sequence[str] = ()) -> None:
-    """Run what is missing, of these parts or of all."""
+    """Run what is missing, of these parts or of all, in a process per processor."""
+    from sim.sweeps.pool import usable_cpus
+
     data = load()
-    for run in runs():
-        if parts and run.part not in parts:
-            continue
-        missing = [policy for policy in run.policies if policy not in data.get(run.key, {}).get("rows", {})]
-        if not missing:
-            continue
-        print(f"{run.key}: {len(missing)} policies", flush=True)
-        data[run.key] = _cell(run, missing, data.get(run.key, {}).get("rows", {}))
-        _write(data)
+    with ProcessPoolExecutor(usable_cpus()) as pool:
+        found: dict[Future[dict[str, Any]], Run] = {}
+        for run in runs():
+            known = data.get(run.key, {}).get("rows", {})
+            missing = [policy for policy in run.policies if policy not in known]
+            if missing and (not parts or run.part in parts):
+                found[pool.submit(_cell, run, missing, known)] = run
+        for future in as_completed(found):
+            run = found.pop(future)
+            data[run.key] = future.result()
+            print(f"{run.key}: {len(data[run.key]['rows'])} policies", flush=True)
+            _write(data)
 
 
 def _cell(run: Run, policies: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
