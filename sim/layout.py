@@ -332,6 +332,7 @@ def _laid_out(
         sizes = by_latency(trace, machine, layout.pp, layout.dp, layout.tp * layout.cp, layout.micro_batches)
         layout = replace(layout, layers=sizes)
     table = part_of_layer(trace, layout)
+    trace = experts_apart(trace) if layout.ep > 1 and layout.cp > 1 else trace  # whose gradients others sum
     trace = divide_layers(divide_tokens(trace, layout.cp), layout.tp, layout.sequence_parallel)
     trace = trace if kernels is None else kernels(trace)
     trace = trace if layout.ep == 1 else experts_apart(trace)
@@ -380,7 +381,7 @@ def check_division(trace: Trace, tp: int, sequence_parallel: bool, cp: int = 1) 
     """
     if tp == 1:
         return
-    _check_divisible("tp", trace, by_expert=True)
+    _check_divisible("tp", trace)
     _check_rows_of_experts(trace, sequence_parallel)
     most = divisible(trace)
     if not most:
@@ -437,13 +438,10 @@ def _check_rows_of_experts(trace: Trace, sequence_parallel: bool) -> None:
         )
 
 
-def _check_divisible(key: str, trace: Trace, by_expert: bool = False) -> None:
-    """Raise LayoutError for a trace whose layers cannot be divided among ranks at all.
-
-    by_expert: whether experts whose weights are one tensor can be.
-    """
-    whole = "expert_loads" in trace.meta and not (by_expert and experts_of(trace))
-    form = "; try experts_implementation 'grouped'" if whole and by_expert else ""
+def _check_divisible(key: str, trace: Trace) -> None:
+    """Raise LayoutError for a trace whose layers cannot be divided among ranks at all."""
+    whole = "expert_loads" in trace.meta and not experts_of(trace)
+    form = "; try experts_implementation 'grouped'" if whole else ""
     for found, what in ((whole, "experts"), ("lora_rank" in trace.meta, "adapters")):
         if found:
             raise LayoutError(f"{key}: layers with {what} cannot be divided yet{form}; nearest: 1")

@@ -261,7 +261,7 @@ def _ranks(trace: Trace, devices: int, per_node: int) -> Iterator[tuple[int, int
             continue
         for tp in inside:
             whole = tp == 1 or (heads and heads % tp == 0)
-            divides = dense or (cp == 1 and (tp == 1 or by_expert))
+            divides = dense or by_expert or tp * cp == 1
             if devices % (tp * cp) == 0 and tp * cp <= per_node and whole and divides:
                 yield tp, cp
 

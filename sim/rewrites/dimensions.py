@@ -4,8 +4,9 @@
 `VOCABULARY`); activations have it from the products of such weights. `sequence`: the tokens of a sample; which tensors
 have it their shapes tell; `context` is the same, where ranks of context parallelism divide the tokens (of the part of
 them that such a rank has, `sequence` is what ranks of sequence parallelism divide further). `experts`: those of a
-layer, whose weights are one tensor, and the tokens' rows sorted by expert (`sim.rewrites.experts`). `queries`: what
-attention's gradients of keys and values are summed over; nothing has it.
+layer, whose weights are one tensor, and the tokens' rows sorted by expert (`sim.rewrites.experts`); these rows have
+`context`, too, since a rank has those of its tokens. `queries`: what attention's gradients of keys and values are
+summed over; nothing has it.
 
 An op can be divided along a dimension where each result is either divided, too, or a sum over the shares: a product
 whose two operands have the dimension contracts it. An op that only adds or copies takes terms of sums. A loss over a
@@ -19,7 +20,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from sim.rewrites.experts import EXPERTS, expert_ops
+from sim.rewrites.experts import EXPERTS, Routed, expert_ops, routed
 from sim.rewrites.slots import owner, weights_of
 from sim.trace.graph import Trace
 from sim.trace.kept import kept
@@ -58,6 +59,7 @@ class Dimensions:
     keys: the keys and values of fused attention, of which every token asks all others'.
     terms: their gradients.
     of_experts: the ops that work on the rows or the weights of each expert alone.
+    routed: what routers make of tokens.
     """
 
     trace: Trace
@@ -67,13 +69,20 @@ class Dimensions:
     keys: frozenset[int]
     terms: frozenset[int]
     of_experts: frozenset[int]
+    routed: Routed
 
     def divides(self, op: int, dimension: str) -> bool:
         """Whether an op can be computed in shares along a dimension."""
         it = self.ops[op]
         if dimension == EXPERTS:
             return op in self.of_experts or it.kind == "optimizer"
+        if dimension == CONTEXT and op in self.routed.ops:
+            return all(t in self.has[CONTEXT] for t in (*it.reads, *it.writes))
         return _divides(it, operands(it), self.has[dimension], dimension)
+
+    def divides_elements(self, dimension: str, t: int) -> bool:
+        """Whether a share of a tensor along a dimension is a part of its elements."""
+        return t in self.has.get(dimension, ()) and not (dimension == CONTEXT and t in self.routed.counts)
 
     def sums(self, op: int) -> bool:
         """Whether a result without the dimension along which the op is divided is a sum over the shares."""
@@ -136,10 +145,10 @@ def _find(trace: Trace) -> Dimensions:
     keys = frozenset(t for op in attends if op.phase == "forward" for t in _keys(op, tokens))
     terms = frozenset(t for op in attends if op.phase == "backward" for t in op.writes[1:] if t in tokens)
     of_experts, by_expert = expert_ops(trace, ops, family)
-    of_tokens = frozenset(tokens)
-    has = {TENSOR: frozenset(divided), **dict.fromkeys(TOKENS, of_tokens), EXPERTS: by_expert}
-    has[QUERIES] = frozenset()
-    return Dimensions(trace, ops, has, family, keys, terms, of_experts)
+    of_tokens, by_router = frozenset(tokens), routed(trace, ops, family, _context_ranks(trace))
+    has = {TENSOR: frozenset(divided), SEQUENCE: of_tokens, EXPERTS: by_expert, QUERIES: frozenset[int]()}
+    has[CONTEXT] = of_tokens | by_router.rows | by_router.counts
+    return Dimensions(trace, ops, has, family, keys, terms, of_experts, by_router)
 
 
 def _keys(op: Op, tokens: set[int]) -> tuple[int, ...]:
@@ -155,8 +164,14 @@ def column_axis(weight: str) -> int:
 
 def own_tokens(trace: Trace) -> int:
     """How many tokens of a sample a rank has, of those that `context` divides; 0 where the trace states no sequence."""
-    sequence, ranks = trace.meta.get("sequence"), trace.meta.get("context_ranks", 1)
-    return sequence // ranks if isinstance(sequence, int) and isinstance(ranks, int) else 0
+    sequence = trace.meta.get("sequence")
+    return sequence // _context_ranks(trace) if isinstance(sequence, int) else 0
+
+
+def _context_ranks(trace: Trace) -> int:
+    """Among how many ranks the tokens of a trace are divided, of which it is one."""
+    ranks = trace.meta.get("context_ranks", 1)
+    return ranks if isinstance(ranks, int) and ranks > 0 else 1
 
 
 def token_axis(trace: Trace, shape: tuple[int, ...] | None) -> int:

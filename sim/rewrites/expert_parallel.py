@@ -11,8 +11,9 @@ most loaded part of the experts (`sim.rewrites.experts`); the others wait for it
 theirs, and none has a higher peak. The counts of rows are exchanged first.
 
 Lepikhin et al., "GShard", ICLR 2021; Rajbhandari et al., "DeepSpeed-MoE", ICML 2022, section 5.
-Together with tensor parallelism each rank has its columns and rows of its experts, and exchanges rows with the ranks
-that have the same.
+Together with context parallelism a rank routes its part of the tokens, and exchanges rows with the ranks that have the
+same part of their samples. Together with tensor parallelism each rank has its columns and rows of its experts, and
+exchanges rows with the ranks that have the same.
 
 Departs: experts have no capacity, and no token is dropped. Loads are those of the whole batch; each microbatch and each
 rank is taken to route alike. Sorting, and the weighted sum of what a token's experts return, are done by the token's

@@ -6,12 +6,16 @@ default (`grouped`): the tokens' rows are sorted by expert, so that those of con
 Of p ranks each has as many experts; a share of rows has as many rows as tokens are routed to its experts
 (`meta["expert_loads"]`). The ranks of a layer are numbered by the load of their experts, largest first: the first rank
 is the one that all others of its layer wait for.
+
+Where tokens are divided among ranks, each routes its own: it has the rows of its tokens, sorted by expert, and counts
+of its own rows per expert (`Routed`). All are taken to route alike.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from sim.trace.graph import Trace
 from sim.trace.op import Op
@@ -21,6 +25,41 @@ EXPERTS = "experts"
 _WEIGHT = re.compile(r"h\d+\.mlp\.(gate_up|down)\.weight")
 _OF_WEIGHT = re.compile(rf"{_WEIGHT.pattern}(\..*)?")
 _GRADIENT = re.compile(r"(.*)\.grad(\.\d+)?")
+_OF_LAYER = re.compile(r"h\d+\.mlp\..*")
+_BY_TOKEN = re.compile(r"h\d+\.mlp\.(router\.(softmax(\.bwd)?|top)|sort)")
+
+
+class Routed(NamedTuple):
+    """What the router makes of tokens.
+
+    rows: tensors with a row for each expert of each token.
+    counts: tensors that say how many rows each expert has: as large for a part of the tokens as for all.
+    ops: those of the router that work on each token alone, of kinds that in general do not.
+    """
+
+    rows: frozenset[int]
+    counts: frozenset[int]
+    ops: frozenset[int]
+
+
+def routed(trace: Trace, ops: Sequence[Op], family: Sequence[str], ranks: int) -> Routed:
+    """The rows of a mixture's experts and what the router computes; nothing for a trace without such experts.
+
+    family: per tensor the weight that it belongs to. ranks: among which the tokens are divided, of which this is one.
+    """
+    if not experts_of(trace):
+        return Routed(frozenset(), frozenset(), frozenset())
+    columns = trace.tensor_columns
+    lengths = {sum(rows) // ranks for layers in trace.meta.get("expert_loads") or () for rows in layers.values()}
+    rows = {
+        t
+        for t, shape in columns.shape.items()
+        if len(shape) in (1, 2) and shape[0] in lengths and not family[t] and _OF_LAYER.fullmatch(columns.name[t])
+    }
+    by_token = [op for op in ops if _BY_TOKEN.fullmatch(op.name)]
+    sorts = [op for op in by_token if op.name.endswith(".sort")]
+    counts = {t for op in sorts for t in op.writes if columns.dtype[t] == "int32"}
+    return Routed(frozenset(rows), frozenset(counts), frozenset(op.id for op in by_token))
 
 
 def experts_of(trace: Trace) -> dict[str, int]:
@@ -95,4 +134,14 @@ def group_loads(trace: Trace, layer: int, count: int) -> list[int]:
     return sorted((sum(loads[k : k + each]) for k in range(0, len(loads), each)), reverse=True)
 
 
-__all__ = ["EXPERTS", "expert_ops", "experts_of", "group_loads", "is_of_experts", "is_of_weight", "row_span"]
+__all__ = [
+    "EXPERTS",
+    "Routed",
+    "expert_ops",
+    "experts_of",
+    "group_loads",
+    "is_of_experts",
+    "is_of_weight",
+    "routed",
+    "row_span",
+]

@@ -29,6 +29,9 @@ rank for all its tokens, and the terms of the experts' results are summed at the
 divided among replicas, too, an all-to-all joins ranks with the same part of the layers (Singh et al., "A Hybrid
 Tensor-Expert-Data Parallelism Approach to Optimize Mixture-of-Experts Training", ICS 2023, section 3).
 
+Where tokens are divided, each rank routes its own: the router works on each token alone, and rows, sorted by expert,
+are those of the rank's tokens, 1 / c of all. The gradients of its experts are terms of sums over these ranks.
+
 Departs: the vocabulary is not padded, a part of it is rounded down to whole bytes. The loss exchanges what its rows
 need once per op that needs it. Terms of a gradient that are added to one that all ranks have (of q, k and v in BERT)
 are summed each by itself. With sequence parallelism, gradients of what every rank keeps are summed once, before the
@@ -71,7 +74,7 @@ ROW_NUMBERS = 3
 def divide_tokens(trace: Trace, ranks: int) -> Trace:
     """The first of so many symmetric ranks, each with all weights and a part of every sample's tokens.
 
-    trace: a trace on one device, of a dense transformer with fused attention, its layers not divided yet.
+    trace: a trace on one device, of a transformer with fused attention, its layers not divided yet.
     ranks: how many; with 1 the trace itself is returned.
 
     Raises TraceError for attention in several kernels, which cannot be divided so.
@@ -240,7 +243,8 @@ class _Division:
         if form == WHOLE:
             new = self.new.tensor(tensor, **fields)
         else:
-            fields |= {"bytes": slice_of(tensor.bytes, 0, 1, self.ranks), "shape": self._shape(tensor, form)}
+            if self.dims.divides_elements(form, t):
+                fields |= {"bytes": slice_of(tensor.bytes, 0, 1, self.ranks), "shape": self._shape(tensor, form)}
             new = self.new.tensor(tensor, self._share(Same(t), form), **fields)
         self.forms[t][form] = new
         return new
@@ -259,7 +263,10 @@ class _Division:
         if self.dims.family[t.id]:
             at = column_axis(self.dims.family[t.id])
             return (*t.shape[:at], t.shape[at] // self.ranks, *t.shape[at + 1 :])
-        at = (1 if len(t.shape) == 4 else len(t.shape) - 1) if form == TENSOR else token_axis(self.trace, t.shape)
+        if form == TENSOR:
+            at = 1 if len(t.shape) == 4 else len(t.shape) - 1
+        else:
+            at = 0 if t.id in self.dims.routed.rows else token_axis(self.trace, t.shape)
         at %= len(t.shape)  # of attention's statistics, the last
         size, rest = divmod(t.shape[at], self.ranks)
         return None if rest else (*t.shape[:at], size, *t.shape[at + 1 :])

@@ -288,7 +288,7 @@ class _Check:
             return slice_of(whole, expr.first, expr.stop, expr.count), exact
         if isinstance(expr, Along):
             whole, exact = self.size(expr.of)
-            has = self.has(expr.dimension, expr.of)
+            has = self.has_elements(expr)
             if has and expr.dimension == EXPERTS and self.has_rows(expr.of):
                 layer = int(self.base.tensor_columns.layer[leaves(expr)[0].id])
                 return slice_of(whole, *row_span(self.base, layer, expr.first, expr.stop, expr.count)), exact
@@ -442,6 +442,11 @@ class _Check:
         has = self.dims.has.get(dimension, frozenset())
         return any(leaf.id in has for leaf in leaves(expr))
 
+    def has_elements(self, share: Along) -> bool:
+        """Whether a share is a part of the elements, and no term of a sum or count of its own."""
+        has = (self.dims.divides_elements(share.dimension, leaf.id) for leaf in leaves(share.of))
+        return not isinstance(share.of, Rowwise) and any(has)
+
     def slot_results(self, op: int, expr: Slots, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
         """What an op computes that updates some parameters of an op of the base."""
         name, leaf = self.trace.op_columns.name[op], expr.of
@@ -585,7 +590,7 @@ class _Check:
             elif isinstance(claim, Along):
                 held = ranges.setdefault((Along, (claim.of, claim.dimension), claim.count), [])
                 held.append((claim.first, claim.stop))
-                joins = (glue and self.has(claim.dimension, claim.of)) or adds
+                joins = (glue and self.has_elements(claim)) or adds
                 if joins and _tiles(held, 0, claim.count):
                     todo.append(claim.of)
         return have
@@ -618,7 +623,7 @@ class _Check:
         if isinstance(claim, Along):
             if isinstance(claim.of, Rowwise):  # found by shares
                 return glue and self.covers(replace(claim, of=claim.of.of), have, glue=glue, adds=adds)
-            if not (glue and self.has(claim.dimension, claim.of)):
+            if not (glue and self.has_elements(claim)):
                 return False
             like = (claim.dimension, claim.first, claim.stop, claim.count)
             inner = {x.of for x in have if isinstance(x, Along) and (x.dimension, x.first, x.stop, x.count) == like}

@@ -13,6 +13,7 @@ from sim import simulate
 from sim.conformance.replayed import run_policy
 from sim.conformance.suite import CHECKS, breaks
 from sim.errors import LayoutError
+from sim.hardware.platform import Link, Platform, rank_link
 from sim.layout import lay_out
 from sim.policies import load
 from sim.rewrites.ranks import all_ranks
@@ -21,7 +22,8 @@ from sim.rewrites.values import departures
 from sim.trace import Trace
 from sim.trace.op import Ring
 from sim.trace.phases import saved_tensors
-from tests.rewrites.test_replicas import line, named, op_named, peaks, reading, rebuilt
+from tests.rewrites.test_expert_parallel import CHOSEN, COUNT, DEEPSEEK, MIXTRAL, exchanges
+from tests.rewrites.test_replicas import GB, line, named, op_named, peaks, reading, rebuilt
 from tests.rewrites.test_schedules import FAMILIES
 from tests.rewrites.test_tensor_parallel import among
 from workloads import transformer, with_stack
@@ -182,6 +184,160 @@ def test_longer_sequences_fit_where_tokens_are_divided() -> None:
     assert peaks[0] > peaks[1] > peaks[2]
 
 
+# ---- experts -----------------------------------------------------------------------------------------
+
+EXPERT_LAYOUTS = [
+    {"cp": 4},
+    {"cp": 2, "tp": 2},
+    {"cp": 2, "dp": 2, "ep": 2},
+    {"cp": 2, "dp": 4, "ep": 2, "zero": 1, "micro_batches": 2},
+    {"cp": 2, "dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True},
+    {"cp": 2, "dp": 4, "ep": 2, "pp": 2, "zero": 3, "micro_batches": 2, "schedule": "zb_h1"},
+]
+ROWS = 16 * TOKENS * CHOSEN
+
+
+@cache
+def mixture(skew: float = 0.0) -> Trace:
+    """A step of Mixtral's kind of 16 samples; without skew every expert gets as many rows."""
+    given = {"precision": "mixed_bf16", "attention": "flash", "routing_skew": skew}
+    trace = transformer(MIXTRAL, batch=16, sequence=TOKENS, **given)
+    if skew:
+        return trace
+    loads = [{str(layer): [ROWS // COUNT] * COUNT for layer in range(2)}]
+    columns = trace.tensor_columns, trace.op_columns
+    return Trace(*columns, outputs=trace.outputs, carry=trace.carry, meta={**trace.meta, "expert_loads": loads})
+
+
+def instant(stages: int, ranks: int) -> tuple[Platform, Platform]:
+    """Machines of one rank per stage, and of all, with links so fast that their order does not matter."""
+    axes = ("tensor", "context", "data", "expert", "expert_data")
+    own = line(stages)
+    rings = [Link(rank_link(axis, i), f"hbm@{i}", f"hbm@{i}", GB) for i in range(stages) for axis in axes]
+    both = replace(own, links=(*own.links, *rings)), line(stages * ranks)
+    return tuple(replace(p, links=tuple(replace(ln, rate=10**15) for ln in p.links)) for p in both)
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=str)
+def test_one_rank_with_experts_stands_for_all(layout: dict) -> None:
+    trace, _ = lay_out(mixture(), "a100_80_sxm", layout)
+    assert {each.what for each in departures(trace, mixture())} <= {"repeated"}
+    every = all_ranks(trace)
+    assert {each.what for each in departures(every, mixture())} == {"repeated"}
+    ranks = layout.get("dp", 1) * layout["cp"] * layout.get("tp", 1)
+    own, among_all = instant(trace.devices, ranks)
+    one, (time, held) = peaks(trace, own), peaks(every, among_all)
+    assert one[0] == time
+    assert [peak for peak in one[1] for _ in range(ranks)] == held
+
+
+@settings(max_examples=6, phases=(Phase.generate,), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from((MIXTRAL, DEEPSEEK)),
+    st.sampled_from(("amp_bf16", "mixed_bf16", "megatron_bf16", "mixed_fp8")),
+    st.sampled_from((0.0, 1.0)),
+    st.sampled_from(((1, 1), (2, 1), (2, 2), (4, 2))),
+    st.sampled_from(({"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "tp": 2, "sequence_parallel": True})),
+    st.fixed_dictionaries({"zero": st.integers(0, 3), "micro_batches": st.sampled_from((1, 2))}),
+)
+def test_any_mixture_computes_the_same(
+    config: dict, precision: str, skew: float, ranks: tuple, tokens: dict, layout: dict
+) -> None:
+    base = transformer(config, batch=8, sequence=16, precision=precision, attention="flash", routing_skew=skew)
+    if precision == "mixed_fp8":  # its copies of weights are not dealt
+        ranks, layout = (ranks[0], 1), {**layout, "zero": min(layout["zero"], 2)}
+    trace, _ = lay_out(base, "a100_80_sxm", {"dp": ranks[0], "ep": ranks[1], **tokens, **layout})
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
+    assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
+
+
+@pytest.mark.parametrize(("cp", "dp", "ep"), [(2, 2, 2), (4, 2, 2), (2, 4, 4)])
+def test_a_rank_sends_the_rows_of_its_tokens_alone(cp: int, dp: int, ep: int) -> None:
+    """(p - 1) / p of r / (d c) rows of 2 h bytes, four times per layer; before the first, how many for each expert."""
+    trace, _ = lay_out(mixture(), "a100_80_sxm", {"cp": cp, "dp": dp, "ep": ep})
+    rows = 2 * MIXTRAL["hidden_size"] * (ROWS // (dp * cp)) * (ep - 1) // ep
+    counts = 4 * COUNT * (ep - 1) // ep
+    sent = sorted((op.phase, op.bytes) for op in exchanges(trace, 0))
+    assert sent == sorted([("forward", counts), *[("forward", rows)] * 2, *[("backward", rows)] * 2])
+    k = 4 * 16 * TOKENS // (dp * cp) * (MIXTRAL["hidden_size"] // 2)  # keys and values of two of four heads
+    around = {"forward": 0, "backward": 0}
+    for op in trace.ops:
+        if op.ring is not None and op.ring.axis == "context" and op.layer == 0 and op.phase in around:
+            around[op.phase] += op.bytes or 0
+    assert around == {"forward": (cp - 1) * k, "backward": 2 * (cp - 1) * k}
+
+
+@pytest.mark.parametrize(("cp", "dp", "ep", "tp"), [(2, 1, 1, 1), (4, 2, 2, 1), (2, 2, 2, 2)])
+def test_work_and_memory_of_a_mixture_are_those_of_its_tokens(cp: int, dp: int, ep: int, tp: int) -> None:
+    """FLOPs of experts and router, and rows saved, fall by d c; weights of experts by p, whatever c is."""
+    base = mixture()
+    trace, _ = lay_out(base, "a100_80_sxm", {"cp": cp, "dp": dp, "ep": ep, "tp": tp})
+    whole = {op.name: op.flops for op in base.ops if op.layer == 0 and op.kind == "matmul" and ".mlp." in op.name}
+    own = {op.name.removesuffix(".mb0"): op.flops for op in trace.ops}
+    for name, flops in whole.items():
+        assert own[name] * dp * cp * (1 if "router" in name else tp) == flops
+
+    def saved(of: Trace) -> dict[str, int]:
+        every = (of.tensors[t] for t in saved_tensors(of).tolist())
+        names = (
+            (t.name.removesuffix(".mb0").partition(".all_to_all")[0].removesuffix(".summed"), t.bytes)
+            for t in every
+            if t.layer == 0
+        )
+        return {name: size for name, size in names if ".mlp." in name and not name.endswith(".ends")}
+
+    before, after = saved(base), saved(trace)
+    assert before.keys() == after.keys()
+    for name, size in after.items():
+        columns = tp if any(word in name for word in ("gate", "up", "act", "mul")) and "router" not in name else 1
+        assert size * dp * cp * columns == before[name], name
+
+    def held(of: Trace) -> int:
+        kept = (t for t in of.tensors if t.role in ("weight", "optimizer_state") and of.producer[t.id] < 0)
+        return sum(t.bytes for t in kept if ".mlp.gate_up." in t.name or ".mlp.down." in t.name)
+
+    assert held(trace) * ep * tp == held(base)
+
+
+def test_the_most_loaded_experts_get_the_rows_of_their_ranks_tokens() -> None:
+    """With skewed routing a group of p ranks shares r / c rows, of which the first rank has those of its experts."""
+    trace, _ = lay_out(mixture(1.0), "a100_80_sxm", {"cp": 2, "dp": 2, "ep": 2})
+    loads = mixture(1.0).meta["expert_loads"][0]["0"]
+    most = max(loads[0] + loads[1], loads[2] + loads[3])
+    of_rows = {op.bytes for op in exchanges(trace, 0)} - {4 * COUNT // 2}
+    width = 2 * MIXTRAL["hidden_size"]
+    assert of_rows == {-(-(ROWS // 2 * width * most // ROWS) // 2)}
+
+
+def test_experts_gradients_of_its_own_tokens_alone_are_wrong() -> None:
+    """A rank that does not sum its experts' gradients with those of the ranks that have other tokens."""
+    trace, _ = lay_out(mixture(), "a100_80_sxm", {"cp": 2, "dp": 2, "ep": 2})
+    columns = trace.op_columns
+    sums = [op for op in trace.ops if op.ring and op.ring.axis == "context" and "mlp.gate_up" in op.name]
+    assert sums
+    alone = {op: ring for op, ring in columns.ring.items() if op != sums[0].id}
+    assert {each.what for each in departures(rebuilt(trace, ring=alone), mixture())} == {"wrong"}
+
+
+def test_counts_of_a_ranks_own_rows_are_not_those_of_all() -> None:
+    """One that takes how many rows its own experts have of its own tokens for what all ranks' tokens make."""
+    trace = by_context(mixture(), 2)
+    assert trace.origin is not None
+    ends = named(trace, "h0.mlp.ends")
+    assert trace.tensors[ends].bytes == mixture().tensors[named(mixture(), "h0.mlp.ends")].bytes
+    claims = list(trace.origin.tensors)
+    claims[ends] = claims[ends].of
+    lying = Trace(
+        trace.tensor_columns,
+        trace.op_columns,
+        outputs=trace.outputs,
+        carry=trace.carry,
+        meta=trace.meta,
+        origin=replace(trace.origin, tensors=tuple(claims)),
+    )
+    assert {each.what for each in departures(lying, mixture())} == {"wrong"}
+
+
 # ---- faults that the law finds -----------------------------------------------------------------------
 
 
@@ -248,6 +404,11 @@ def test_a_collective_without_a_member_is_wrong() -> None:
             {"sequence": 18},
             {"cp": 2, "tp": 2, "sequence_parallel": True},
             "tp: 2 does not divide the 9 tokens of a rank of cp 2; nearest: 1",
+        ),
+        (
+            {"config": {**MIXTRAL, "experts_implementation": "loop"}},
+            {"cp": 2},
+            "cp: layers with experts cannot be divided yet; try experts_implementation 'grouped'; nearest: 1",
         ),
         ({"lora_rank": 4}, {"cp": 2}, "cp: layers with adapters cannot be divided yet; nearest: 1"),
         ({}, {"cp": 0}, "cp: needs a whole number of at least 1, has 0; nearest: 1"),
