@@ -53,6 +53,8 @@ class Layout:
     ep: of the replicas, how many next to each other divide the experts of a mixture; all else each of them has whole.
     cp: ranks among which the tokens of each replica's samples are divided, with all weights on each of them, or with
         `tp` the same part of them: context parallelism, which needs fused attention.
+    ring_attention: with cp, whether keys and values go from rank to rank in blocks, beside the products with them
+        (`sim.rewrites.ring_attention`); else those of all tokens are gathered before.
     zero: of the replicas' training state, what each keeps only its part of: 0 nothing, 1 the optimizer states, 2 the
         gradients too, 3 the weights too.
     reshard: at level 3, whether gathered weights are freed after forward and gathered again for backward.
@@ -94,6 +96,7 @@ class Layout:
     bucket: int | str = 0
     barrier: bool = True
     gradient_buffer: bool = False
+    ring_attention: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -119,6 +122,10 @@ class Layout:
             raise LayoutError(f"sequence_parallel: needs true or false, has {self.sequence_parallel!r}")
         for key in ("dp", "tp", "cp", "ep", "pp", "micro_batches", "chunks"):
             _positive(key, getattr(self, key))
+        if not isinstance(self.ring_attention, bool):
+            raise LayoutError(f"ring_attention: needs true or false, has {self.ring_attention!r}")
+        if self.ring_attention and self.cp == 1:
+            raise LayoutError("ring_attention: blocks go round among the ranks of cp, which is 1; nearest: cp 2")
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("sequence_parallel: divides tokens among the ranks of tp, which is 1; nearest: tp 2")
         if self.dp % self.ep:
@@ -333,14 +340,15 @@ def _laid_out(
         layout = replace(layout, layers=sizes)
     table = part_of_layer(trace, layout)
     trace = experts_apart(trace) if layout.ep > 1 and layout.cp > 1 else trace  # whose gradients others sum
-    trace = divide_layers(divide_tokens(trace, layout.cp), layout.tp, layout.sequence_parallel)
+    trace = divide_layers(divide_tokens(trace, layout.cp, layout.ring_attention), layout.tp, layout.sequence_parallel)
     trace = trace if kernels is None else kernels(trace)
     trace = trace if layout.ep == 1 else experts_apart(trace)
     trace = trace if layout.barrier else updates_by_layer(trace)
     dealt = layout.zero > 1 and layout.dp > 1
     replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep, "buckets": layout.buckets}
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
-    axes = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep, "group": layout.reshard_to or 1}
+    axes: dict[str, Any] = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
+    axes |= {"group": layout.reshard_to or 1, "neighbours": layout.ring_attention}
     sharded = shard(divided, layout.dp, layout.zero, layout.reshard, layout.prefetch, layout.reshard_to or 1)
     sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)

@@ -123,6 +123,14 @@ LAYOUT = (
         None,
     ),
     Option(
+        "ring_attention",
+        Annotated[
+            bool | None,
+            typer.Option("--ring-attention", help="with --cp: keys and values go round in blocks; else gathered"),
+        ],
+        None,
+    ),
+    Option(
         "ep",
         Annotated[int | None, typer.Option(help="of the replicas, how many divide the experts; default: 1")],
         None,

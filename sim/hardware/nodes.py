@@ -13,7 +13,8 @@ ranks, g per node on k nodes, a reduce-scatter or an all-gather takes
     (g - 1) (a + m / (g b)) + (k - 1) (A + m / (k g B))
 
 with a fixed time a and rate b inside a node, A and B per device between nodes; an all-reduce takes both. With one node
-this is the ring's (p - 1) (a + m / (p b)). In an all-to-all of m bytes each rank sends m / p to
+this is the ring's (p - 1) (a + m / (p b)). What each rank sends to its neighbour takes as long as the slowest hop:
+max(a, A) + m / min(b, B). In an all-to-all of m bytes each rank sends m / p to
 each other one, all at once:
 
     max(a, A) + max((g - 1) m / (p b), (p - g) m / (p B))
@@ -37,18 +38,20 @@ def placed(
     experts: int = 1,
     context: int = 1,
     group: int = 1,
+    neighbours: bool = False,
 ) -> Platform:
     """The machine with a device per stage and, where each stands for several, a link for the network among its ranks.
 
     platform: one node. Its own devices are used as they are where they suffice.
     ranks: replicas. tensor, context: ranks among which the layers and the tokens of each are divided. experts: replicas
-        that divide experts. group: replicas that keep gathered weights together.
+        that divide experts. group: replicas that keep gathered weights together. neighbours: whether ranks of `context`
+        send to the next one, too.
 
     Raises LayoutError where the platform states no links inside the node, or no network, and needs them.
     """
     if ranks * tensor * context == 1 and stages <= platform.devices:
         return platform
-    return _Placement(platform, stages, ranks, tensor, experts, context, group).platform()
+    return _Placement(platform, stages, ranks, tensor, experts, context, group, neighbours).platform()
 
 
 class _Placement:
@@ -61,9 +64,17 @@ class _Placement:
     """
 
     def __init__(
-        self, node: Platform, stages: int, replicas: int, tensor: int, experts: int, context: int, group: int
+        self,
+        node: Platform,
+        stages: int,
+        replicas: int,
+        tensor: int,
+        experts: int,
+        context: int,
+        group: int,
+        neighbours: bool,
     ) -> None:
-        self.experts, self.group = experts, group
+        self.experts, self.group, self.neighbours = experts, group, neighbours
         self.node, self.stages, self.ranks = node, stages, replicas * tensor * context
         self.replicas, self.tensor, self.context = replicas, tensor, context
         total = stages * self.ranks
@@ -199,6 +210,7 @@ class _Placement:
         beside = max(min(self.per_node // (self.tensor * self.context), self.replicas), 1)
         fastest: dict[int, int] = {}
         rings = [("tensor", self.tensor, together), ("context", self.context, around)]
+        rings += [("neighbour", self.context, around)] if self.neighbours else []
         rings += [("data", self.replicas, beside)]
         if self.experts > 1:
             near, apart = min(beside, self.experts), max(beside // self.experts, 1)
@@ -208,7 +220,7 @@ class _Placement:
         for axis, ranks, g in rings:
             if ranks == 1:
                 continue
-            rate, fixed = self._all_to_all(ranks, g) if axis == "expert" else self._ring(ranks, g)
+            rate, fixed = {"expert": self._all_to_all, "neighbour": self._hop}.get(axis, self._ring)(ranks, g)
             for s in range(self.stages):
                 home = self._tier(self.node.home(0).name, s)
                 yield Link(rank_link(axis, s), home, home, rate, fixed)
@@ -229,6 +241,13 @@ class _Placement:
             seconds += Fraction(k - 1, k * g * self.network.rate)
             fixed += (k - 1) * self.network.fixed
         return int(Fraction(ranks - 1, ranks) / seconds), fixed
+
+    def _hop(self, ranks: int, g: int) -> tuple[int, int]:
+        """Rate and fixed time of what every rank of a ring sends to the next one, the slowest hop's."""
+        hops = [(self.inner_rate, self._inside().fixed)] if g > 1 else []
+        if ranks > g and self.network is not None:
+            hops.append((self.network.rate, self.network.fixed))
+        return min(rate for rate, _ in hops), max(fixed for _, fixed in hops)
 
     def _all_to_all(self, ranks: int, g: int) -> tuple[int, int]:
         """Rate and fixed time of an all-to-all among so many ranks, g of them on each node.

@@ -476,7 +476,12 @@ def _repeated_ops(trace: Trace, splits: NDArray[np.bool_], late: NDArray[np.bool
 
 
 def sent(size: int, ring: Ring) -> int:
-    """Bytes that each rank of a ring sends in a collective over that many: (p - 1) / p of them per pass, rounded up."""
+    """Bytes that each rank of a ring sends in a collective over that many: (p - 1) / p of them per pass, rounded up.
+
+    To its neighbour it sends all.
+    """
+    if ring.axis == "neighbour":
+        return size
     return -(-ring.passes * (ring.ranks - 1) * size // ring.ranks)
 
 

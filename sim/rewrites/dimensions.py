@@ -6,7 +6,8 @@ have it their shapes tell; `context` is the same, where ranks of context paralle
 them that such a rank has, `sequence` is what ranks of sequence parallelism divide further). `experts`: those of a
 layer, whose weights are one tensor, and the tokens' rows sorted by expert (`sim.rewrites.experts`); these rows have
 `context`, too, since a rank has those of its tokens. `queries`: what attention's gradients of keys and values are
-summed over; nothing has it.
+summed over; nothing has it, nor `blocks`: of a rank's queries, the shares of the keys that they ask in turn, see
+`sim.rewrites.ring_attention`.
 
 An op can be divided along a dimension where each result is either divided, too, or a sum over the shares: a product
 whose two operands have the dimension contracts it. An op that only adds or copies takes terms of sums. A loss over a
@@ -35,7 +36,7 @@ ROWS = ("attn.proj", "mlp.proj", "mlp.down", "mlp.shared.down")
 VOCABULARY = ("wte.weight", "embed.weight", "head.weight", "head.bias")
 """Embedding and head."""
 
-TENSOR, SEQUENCE, CONTEXT, QUERIES = "tensor", "sequence", "context", "queries"
+TENSOR, SEQUENCE, CONTEXT, QUERIES, BLOCKS = "tensor", "sequence", "context", "queries", "blocks"
 DIMENSIONS = (TENSOR, SEQUENCE, CONTEXT, EXPERTS)
 TOKENS = (SEQUENCE, CONTEXT)
 
@@ -57,7 +58,8 @@ class Dimensions:
     has: per dimension the ids of the tensors that have it.
     family: per tensor, the weight that it belongs to: itself, its gradient, its state or a copy in another type; "".
     keys: the keys and values of fused attention, of which every token asks all others'.
-    terms: their gradients.
+    with_queries: of these tensors those in which queries lie, too.
+    terms: gradients of keys and values.
     of_experts: the ops that work on the rows or the weights of each expert alone.
     routed: what routers make of tokens.
     """
@@ -67,6 +69,7 @@ class Dimensions:
     has: dict[str, frozenset[int]]
     family: tuple[str, ...]
     keys: frozenset[int]
+    with_queries: frozenset[int]
     terms: frozenset[int]
     of_experts: frozenset[int]
     routed: Routed
@@ -143,12 +146,13 @@ def _find(trace: Trace) -> Dimensions:
     if sequence:
         tokens |= {t for op in attends for t in op.writes if (tensors[t].shape or ())[2:] == (sequence,)}
     keys = frozenset(t for op in attends if op.phase == "forward" for t in _keys(op, tokens))
+    with_queries = keys.intersection(op.reads[0] for op in attends if op.phase == "forward" and op.reads)
     terms = frozenset(t for op in attends if op.phase == "backward" for t in op.writes[1:] if t in tokens)
     of_experts, by_expert = expert_ops(trace, ops, family)
     of_tokens, by_router = frozenset(tokens), routed(trace, ops, family, _context_ranks(trace))
     has = {TENSOR: frozenset(divided), SEQUENCE: of_tokens, EXPERTS: by_expert, QUERIES: frozenset[int]()}
     has[CONTEXT] = of_tokens | by_router.rows | by_router.counts
-    return Dimensions(trace, ops, has, family, keys, terms, of_experts, by_router)
+    return Dimensions(trace, ops, has, family, keys, with_queries, terms, of_experts, by_router)
 
 
 def _keys(op: Op, tokens: set[int]) -> tuple[int, ...]:
@@ -249,6 +253,7 @@ def _divides(op: Op, used: tuple[int, ...], has: frozenset[int], dimension: str)
 
 
 __all__ = [
+    "BLOCKS",
     "CONTEXT",
     "DIMENSIONS",
     "EXPERTS",

@@ -82,6 +82,7 @@ def _group(op: Op, rank: int, origin: Origin) -> str:
     joined = {
         "tensor": f"{replica}.{tokens}",
         "context": f"{replica}.{own}",
+        "neighbour": f"{replica}.{own}",
         "data": within,
         "expert": f"{group}.{within}",
         "expert_data": f"{member}.{within}",

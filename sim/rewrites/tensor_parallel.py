@@ -18,7 +18,8 @@ Transformer Models", MLSys 2023, sections 4.2 and 4.3.
 attention, for which keys and values are gathered, in forward and again in backward; a reduce-scatter adds their
 gradients. This is context parallelism as PyTorch does it by default (`_context_parallel`, rotation by all-gather), with
 causal work dealt out evenly; keys and values of s tokens take s / c of the memory between. Per layer and pass a rank
-sends (c - 1) / c of the keys and values. Where queries, keys and values are one tensor (GPT-2), all of it is gathered.
+sends (c - 1) / c of the keys and values. With `ring` they go round in blocks instead (`sim.rewrites.ring_attention`).
+Where queries, keys and values are one tensor (GPT-2), all of it is gathered.
 
 Both together: a rank that has 1 / c of the tokens has 1 / t of the layers' heads and columns for them, and gathers keys
 and values of its own heads alone, so that what it sends per layer for attention falls by t. With sequence parallelism
@@ -60,6 +61,7 @@ from sim.rewrites.dimensions import (
     token_axis,
 )
 from sim.rewrites.rewriter import Rewriter, slice_of
+from sim.rewrites.ring_attention import RingAttention
 from sim.rewrites.slots import split_updates
 from sim.trace.graph import Trace
 from sim.trace.op import Op, Ring
@@ -71,15 +73,16 @@ ROW_NUMBERS = 3
 """Numbers of four bytes that a row's loss needs of all its columns: maximum, sum of exponentials, the label's entry."""
 
 
-def divide_tokens(trace: Trace, ranks: int) -> Trace:
+def divide_tokens(trace: Trace, ranks: int, ring: bool = False) -> Trace:
     """The first of so many symmetric ranks, each with all weights and a part of every sample's tokens.
 
     trace: a trace on one device, of a transformer with fused attention, its layers not divided yet.
     ranks: how many; with 1 the trace itself is returned.
+    ring: whether keys and values go from rank to rank in blocks, rather than being gathered.
 
     Raises TraceError for attention in several kernels, which cannot be divided so.
     """
-    return trace if ranks == 1 else _Division(trace, ranks, CONTEXT).build()
+    return trace if ranks == 1 else _Division(trace, ranks, CONTEXT, ring).build()
 
 
 def divide_layers(trace: Trace, ranks: int, sequence_parallel: bool = False) -> Trace:
@@ -105,7 +108,7 @@ class _Division:
     gathered: what has been gathered for ops of a phase and layer.
     """
 
-    def __init__(self, trace: Trace, ranks: int, tokens: str) -> None:
+    def __init__(self, trace: Trace, ranks: int, tokens: str, ring: bool = False) -> None:
         self.trace, self.ranks, self.tokens, self.context = trace, ranks, tokens, tokens == CONTEXT
         self.axis = CONTEXT if self.context else TENSOR
         self.mark = f".{CONTEXT}" if self.context else ""  # in names, since both divisions may exchange a tensor
@@ -116,6 +119,8 @@ class _Division:
         self.forms: list[dict[str, int]] = [{} for _ in self.tensors]
         self.term: dict[int, tuple[str, int]] = {}
         self.gathered: dict[tuple[int, str, int], int] = {}
+        self.blocks = RingAttention(self.new, self.dims, ranks, self._by_tokens, self._of_blocks, self._fields)
+        self.is_ring = ring
 
     def build(self) -> Trace:
         """The new trace."""
@@ -138,6 +143,9 @@ class _Division:
 
     def _add(self, op: Op) -> None:
         dimension, of_terms = self._dimension(op)
+        if self.is_ring and dimension == CONTEXT and self.blocks.applies(op) and self._has_shares(op):
+            self.blocks.add(op)
+            return
         used = operands(op)
         self._sum_gradients(op, used)
         if op.ring is not None:
@@ -282,6 +290,18 @@ class _Division:
             if dimension == self.tokens and t in self.term and self.term[t][0] in (TENSOR, QUERIES):
                 return self._reduce_scatter(t, op)
         return self._whole(t, op)
+
+    def _by_tokens(self, t: int, op: Op) -> int:
+        """This rank's tokens of what an op of attention reads, or the whole of what has none."""
+        return self.forms[t][CONTEXT] if t in self.dims.keys else self._read(t, op, CONTEXT)
+
+    def _has_shares(self, op: Op) -> bool:
+        """Whether the rank has its tokens of all keys that an op reads."""
+        return all(CONTEXT in self.forms[t] for t in op.reads if t in self.dims.keys)
+
+    def _of_blocks(self, t: int, **changes: Any) -> int:
+        """A result of attention that has been added up over the blocks."""
+        return self._add_tensor(t, CONTEXT if t in self.dims.has[CONTEXT] else WHOLE, **changes)
 
     def _held(self, t: int) -> int:
         """A tensor in the form that there is, for an op that only holds it."""

@@ -14,7 +14,8 @@ following identities are used:
   (`sim.rewrites.dimensions`). It must find that share of tensors with the dimension, or all of them, and all of tensors
   without it, or, where o is linear in its reads, the same term of each; a read that o only holds may be any share.
   Its results are o's shares where they have the dimension, terms of a sum where o sums over it, else o's results.
-  Attention by tokens finds all keys and values, and has a term of their gradients. A loss finds what its rows need to
+  Attention by tokens finds all keys and values, and has a term of their gradients; block by block it finds those of a
+  share, and has a term of all its results (`sim.rewrites.ring_attention`). A loss finds what its rows need to
   know of all their columns, which is found by shares like a sum.
 - An op that declares that its weights are some updates behind (`Same.behind`) must find that version, and no other one.
   Of consecutive steps (`Origin.steps`), each on its part of the batch, what has rows has that many fewer bytes.
@@ -51,7 +52,7 @@ import numpy as np
 from sim.errors import TraceError
 from sim.rewrites.batching import batch_ops, batched
 from sim.rewrites.codecs import FORMATS, SUFFICES
-from sim.rewrites.dimensions import DIMENSIONS, QUERIES, TENSOR, TOKENS, dimensions, operands
+from sim.rewrites.dimensions import BLOCKS, CONTEXT, DIMENSIONS, QUERIES, TENSOR, TOKENS, dimensions, operands
 from sim.rewrites.experts import EXPERTS, row_span
 from sim.rewrites.fuse import STREAMED
 from sim.rewrites.masters import gradients_replaced, held_weights
@@ -264,10 +265,11 @@ class _Check:
         origin = self.origin
         ranks = {"data": origin.ranks, "tensor": origin.tensor, "context": origin.context}
         if ring := self.trace.op_columns.ring.get(op):
+            ranks |= {"neighbour": origin.context}
             ranks |= {"expert": origin.experts, "expert_data": origin.ranks // origin.experts, "group": origin.group}
         if ring is not None and ring.ranks != ranks[ring.axis]:
             name = self.trace.op_columns.name[op]
-            have = f"{ranks[ring.axis]} {'ranks' if ring.axis in ('tensor', 'context') else 'replicas'}"
+            have = f"{ranks[ring.axis]} {'ranks' if ring.axis in ('tensor', 'context', 'neighbour') else 'replicas'}"
             self.report("wrong", name, "", f"op {name!r} joins {ring.ranks} {ring.axis} ranks of {have}")
         every = list(claims)
         for axis in (ring.axis,) if ring is not None else ranks:
@@ -407,6 +409,8 @@ class _Check:
 
     def shared_results(self, op: int, expr: Along, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
         """What an op computes that stands for a share of one along a dimension."""
+        if expr.dimension == BLOCKS:
+            return self.block_results(op, expr, have, claims, share)
         name, dims = self.trace.op_columns.name[op], self.dims
         (leaf,) = leaves(expr.of)
         like = (expr.dimension, expr.first, expr.stop, expr.count)
@@ -434,6 +438,37 @@ class _Check:
         summed = {x for x in results if attends and any(each.id in dims.terms for each in leaves(x))}
         by_query = (QUERIES, *like[1:])
         return {Along(x, *(by_query if x in summed else like)) if x in shared else x for x in results}
+
+    def block_results(self, op: int, expr: Along, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
+        """What attention of a share of the queries to a share of the keys computes: the terms of that block."""
+        dims, of, (leaf,) = self.dims, expr.of, leaves(expr.of)
+        d, c = expr.first, expr.count
+        by_rank = isinstance(of, Along) and (of.dimension, of.stop - of.first, of.count) == (CONTEXT, 1, c)
+        if not by_rank or expr.stop - d != 1 or dims.ops[leaf.id].kind != "attention":
+            name = self.trace.op_columns.name[op]
+            self.report("wrong", name, "", f"op {name!r}: {self.say(of, self.base.op_columns.name)} has no blocks")
+            return set()
+        assert isinstance(of, Along)
+        own, block = of.first, (of.first + d) % c
+
+        def of_share(k: int) -> set[Expr]:
+            return {
+                x.of for x in have if isinstance(x, Along) and replace(x, of=of.of) == replace(of, first=k, stop=k + 1)
+            }
+
+        keys = {x for x in of_share(block) if any(each.id in dims.keys for each in leaves(x))}
+        asks = of_share(own)
+        keys -= {x for x in keys - asks if any(each.id in dims.with_queries for each in leaves(x))}
+        asks = {x for x in asks if not any(each.id in dims.keys for each in leaves(x))}
+        if not self.origin.is_symmetric(of):
+            share = share / c
+        results = self.results(op, of.of, self.closure(asks | keys | have, glue=False, adds=False), claims, share / c)
+
+        def term(x: Expr) -> Along:
+            k = block if any(each.id in dims.terms for each in leaves(x)) else own
+            return replace(expr, of=replace(of, of=x, first=k, stop=k + 1))
+
+        return {term(x) if self.has(CONTEXT, x) else x for x in results}
 
     def has(self, dimension: str, expr: Expr) -> bool:
         """Whether what an expression is a share of has a dimension, so that the share is a part of its elements."""
@@ -623,6 +658,13 @@ class _Check:
         if isinstance(claim, Along):
             if isinstance(claim.of, Rowwise):  # found by shares
                 return glue and self.covers(replace(claim, of=claim.of.of), have, glue=glue, adds=adds)
+            held = [
+                (x.first, x.stop)
+                for x in have
+                if isinstance(x, Along) and replace(x, first=0, stop=1) == replace(claim, first=0, stop=1)
+            ]
+            if glue and (adds or self.has_elements(claim)) and _tiles(held, claim.first, claim.stop):
+                return True  # consecutive shares, or terms of a sum, together
             if not (glue and self.has_elements(claim)):
                 return False
             like = (claim.dimension, claim.first, claim.stop, claim.count)

@@ -32,10 +32,11 @@ COMMUNICATION = ("collective", "send", "recv")
 PHASES = ("forward", "backward", "update")
 """The phases of an iteration, in order."""
 
-AXES = ("data", "tensor", "context", "expert", "expert_data", "group")
+AXES = ("data", "tensor", "context", "neighbour", "expert", "expert_data", "group")
 """Directions in which symmetric ranks may lie: replicas of the model, parts of its layers, parts of a sample's tokens;
-of the replicas, those that divide the experts among them, those that have the same experts, and those next to each
-other that keep gathered weights together."""
+the same ranks, each of which sends to the one before it and receives from the one after it; of the replicas, those that
+divide the experts among them, those that have the same experts, and those next to each other that keep gathered weights
+together."""
 
 SPLITS = ("batch", "batch_sum", "rows", "columns", "heads")
 """Ways in which an op may be split into equal parts.
@@ -74,7 +75,7 @@ class Ring(NamedTuple):
 
     axis: one of `AXES`: which ranks.
     ranks: how many, the own one included.
-    passes: 1 for a reduce-scatter, an all-gather or an all-to-all, 2 for an all-reduce.
+    passes: 1 for a reduce-scatter, an all-gather, an all-to-all or a step to the neighbour, 2 for an all-reduce.
     """
 
     axis: str

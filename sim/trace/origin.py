@@ -132,6 +132,8 @@ class Glue:
     """An op with no counterpart in the base: it moves, joins, splits, adds up or re-encodes values."""
 
 
+ALONE = ("experts", "blocks")
+"""Dimensions of which every rank has shares of its own."""
 OF_CONTEXT = ("context", "queries")
 """Dimensions that ranks of context parallelism divide: tokens, and what is summed over those that ask."""
 KEPT = 50_000
@@ -225,7 +227,7 @@ class Origin:
     tensor: how many symmetric ranks divide the layers of this replica, of which this is one. Where it has share 0
         along a dimension, rank r has share r.
     context: how many symmetric ranks divide the tokens of this replica, each of which `tensor` ranks divide further.
-        Where it has share 0 along `context` or `queries`, rank r has share r.
+        Where it has share k along `context` or `queries`, rank r has share r + k, modulo their number.
     experts: of the replicas, how many next to each other divide the experts of one model. Replica r has share r modulo
         that number along `experts`; what each has of the batch is such a share (the outer `Microbatch`) of what they
         have together (the inner one), of which replica r has that of group r // experts.
@@ -256,7 +258,7 @@ class Origin:
         """Whether a share is that of one of the ranks that divide layers or tokens, each of which has one."""
         of_context = expr.dimension in OF_CONTEXT and self.context > 1
         ranks = self.context if of_context else self.tensor
-        return expr.dimension != "experts" and (expr.stop - expr.first, expr.count) == (1, ranks)
+        return expr.dimension not in ALONE and (expr.stop - expr.first, expr.count) == (1, ranks)
 
     @staticmethod
     def identity(trace: Rewritten) -> Origin:
@@ -269,6 +271,8 @@ class Origin:
         """What rank `rank` along an axis (`sim.trace.op.AXES`) has where this one, which is rank 0, has `expr`."""
         if axis == "group":
             return self.of_rank(expr, rank)
+        if axis == "neighbour":
+            return self.of_rank(expr, rank, "context")
         if axis in ("expert", "expert_data"):
             return self.of_rank(expr, rank * self.experts if axis == "expert_data" else rank)
         if axis == "data" and self.experts > 1:
@@ -289,7 +293,10 @@ class Origin:
         width = self._width(expr, axis)
         if not width or expr.stop - expr.first > width:
             return expr  # all ranks have it
-        return replace(expr, first=expr.first + rank * width, stop=expr.stop + rank * width)
+        shift = rank * width
+        if isinstance(expr, Along):  # blocks of keys are counted from the rank's own
+            shift = (expr.first + shift) % expr.count - expr.first
+        return replace(expr, first=expr.first + shift, stop=expr.stop + shift)
 
     def _of_member(self, expr: Expr, group: int, member: int) -> Expr:
         """What a member of a group of replicas that divide the experts has, see `experts`."""

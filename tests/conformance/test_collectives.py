@@ -16,6 +16,7 @@ TINY = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_si
 LAYOUTS = (
     {"tp": 2, "sequence_parallel": True},
     {"cp": 2},
+    {"cp": 4, "ring_attention": True},
     {"dp": 2, "zero": 3},
     {"tp": 2, "pp": 2, "micro_batches": 2},
 )
