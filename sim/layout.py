@@ -342,6 +342,7 @@ def _laid_out(
     trace = experts_apart(trace) if layout.ep > 1 and layout.cp > 1 else trace  # whose gradients others sum
     trace = divide_layers(divide_tokens(trace, layout.cp, layout.ring_attention), layout.tp, layout.sequence_parallel)
     trace = trace if kernels is None else kernels(trace)
+    check_experts(trace, layout.ep)  # in these kernels
     trace = trace if layout.ep == 1 else experts_apart(trace)
     trace = trace if layout.barrier else updates_by_layer(trace)
     dealt = layout.zero > 1 and layout.dp > 1

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
 from sim.layout import Layout, part_of_layer
+from sim.rewrites.dimensions import dimensions
+from sim.rewrites.experts import experts_of
 from sim.rewrites.pipeline import parts_of, weight_gradients
 from sim.rewrites.schedules import DIVIDED, device_of, unit_orders
 from sim.trace.graph import PERSISTENT, Trace
@@ -60,23 +62,29 @@ class Estimator:
         launch = node.engines[node.engine_for(0, "")].launch
         self.fixed = np.minimum(float(launch), self.total)
         self.later = weight_gradients(trace)
-        self.parts: dict[tuple[int, bool], tuple[Times, Times, Times, Times]] = {}
+        self.parts: dict[tuple[int, bool], tuple[Times, Times, Times, Times, Times]] = {}
+        self.family = dimensions(trace).family
+        self.experts = experts_of(trace)
 
     def of(self, layout: Layout) -> Estimate:
         """The estimate of a layout whose parts have equal numbers of layers."""
-        fixed, shared, saved, state = self._by_part(layout)
+        fixed, shared, saved, state, of_experts = self._by_part(layout)
         ranks, n = layout.tp * layout.cp * layout.dp, layout.micro_batches
         unit = fixed + shared / (ranks * n)  # (parts, phases)
-        unit[:, PHASES.index("update")] = (fixed + shared / layout.tp)[:, PHASES.index("update")]
+        update, own = PHASES.index("update"), of_experts / np.maximum(state, 1)
+        apart = 1 / layout.dp if layout.zero else 1 - own + own / layout.ep
+        unit[:, update] = fixed[:, update] + apart * shared[:, update] / layout.tp
         held = saved / (ranks * n)
         time, most = _scheduled(layout, unit, held)
         device = [device_of(q, layout.pp, layout.schedule) for q in range(layout.parts)]
         kept = np.zeros(layout.pp)
-        np.add.at(kept, device, state / layout.tp / (layout.dp if layout.zero else 1))
+        dense = (state - of_experts) / (layout.dp if layout.zero else 1)
+        np.add.at(kept, device, (dense + of_experts / (layout.dp if layout.zero else layout.ep)) / layout.tp)
         return Estimate(time + self._exchanged(layout), int(kept.max()), int((kept + most).max()))
 
-    def _by_part(self, layout: Layout) -> tuple[Times, Times, Times, Times]:
-        """Per part and phase fixed and shared times of the whole batch; per part bytes saved and bytes of state."""
+    def _by_part(self, layout: Layout) -> tuple[Times, Times, Times, Times, Times]:
+        """Per part and phase fixed and shared times of the whole batch; per part bytes saved, bytes of state, and of
+        these those of experts."""
         divided = layout.schedule in DIVIDED
         key = layout.parts, divided
         if key not in self.parts:
@@ -93,21 +101,23 @@ class Estimator:
             self.parts[key] = fixed, shared, *self._bytes(part, layout.parts)
         return self.parts[key]
 
-    def _bytes(self, part: NDArray[np.int64], parts: int) -> tuple[Times, Times]:
-        """Per part the activations that backward reads, and the training state with gradients."""
+    def _bytes(self, part: NDArray[np.int64], parts: int) -> tuple[Times, Times, Times]:
+        """Per part the activations that backward reads, the training state with gradients, and that of experts."""
         trace, columns, phase = self.trace, self.trace.tensor_columns, self.trace.op_columns.phase
-        saved, state = np.zeros(parts), np.zeros(parts)
+        saved, state, of_experts = np.zeros(parts), np.zeros(parts), np.zeros(parts)
         for t, (size, role) in enumerate(zip(columns.bytes.tolist(), columns.role.tolist(), strict=True)):
             made, readers = int(trace.producer[t]), trace.readers(t)
             if made < 0 and role in PERSISTENT and len(readers):
                 state[part[readers[0]]] += size
+                of_experts[part[readers[0]]] += size * (self.family[t] in self.experts)
             elif role == ROLE_CODE["gradient"] and any(phase[op] == PHASE_CODE["update"] for op in readers):
                 state[part[made]] += size
+                of_experts[part[made]] += size * (self.family[t] in self.experts)
             elif made < 0 or phase[made] != PHASE_CODE["forward"] or columns.replaces[t] >= 0:
                 continue
             elif any(phase[op] == PHASE_CODE["backward"] for op in readers):
                 saved[part[made]] += size
-        return saved, state
+        return saved, state, of_experts
 
     def _exchanged(self, layout: Layout) -> float:
         """Nanoseconds of collectives: of tensor or context parallelism in each layer, and of gradients and weights."""
@@ -117,7 +127,9 @@ class Estimator:
         inside = max((node.links[i].rate for i in route), default=1)
         outside = node.networks[0].rate if node.networks else inside
         initial = (trace.producer < 0) & (trace.tensor_columns.role == ROLE_CODE["weight"])
-        weights = int(trace.tensor_columns.bytes[initial].sum())
+        size, which = trace.tensor_columns.bytes, np.flatnonzero(initial).tolist()
+        experts = sum(int(size[t]) for t in which if self.family[t] in self.experts)
+        weights = int(size[initial].sum()) - experts
         tokens, layers = int(trace.meta.get("tokens", 1)) / layout.dp, max(int(trace.meta.get("layers", 1)), 1)
         width = float(weights / (24 * layers)) ** 0.5  # 12 h^2 weights of 2 bytes per layer
         ranks = layout.tp * layout.cp
@@ -126,8 +138,23 @@ class Estimator:
         passes = 3 * n if layout.zero == 3 else n + 1 if layout.zero == 2 else 2
         replicas = layout.dp * layout.cp
         ring = inside if layout.devices <= node.devices else outside
-        gradients = passes * (replicas - 1) / replicas * weights / (layout.tp * layout.pp) / ring
+        same = replicas // layout.ep
+        summed = (replicas - 1) / replicas * weights + (same - 1) / same * experts / layout.ep
+        gradients = passes * summed / (layout.tp * layout.pp) / ring
+        rows = self._routed() / (layout.dp * layout.cp * layout.pp)
+        near = inside if layout.ep * ranks <= node.devices else outside
+        gradients += 4 * (layout.ep - 1) / layout.ep * rows / near
         return float(1e9 * (between + gradients) + steps)
+
+    def _routed(self) -> float:
+        """Bytes of the rows of all layers that go to experts, each way."""
+        trace, total = self.trace, 0.0
+        for layers in (trace.meta.get("expert_loads") or ())[:1]:
+            widths = [
+                trace.tensor_columns.shape[trace.tensor_id(name)][2] for name in self.experts if "gate_up" in name
+            ]
+            total = sum(map(sum, layers.values())) * 2.0 * max(widths, default=0)
+        return total
 
 
 def _scheduled(layout: Layout, unit: Times, held: Times) -> tuple[float, Times]:

@@ -5,11 +5,15 @@
 
 `layouts` lists those that are valid: tensor parallelism inside a node, with sequence parallelism, context
 parallelism, or both; stages that divide the layers, in each schedule that has an order for them; replicas that
-divide the samples; ZeRO; microbatches. Two things spare a simulation. The least that a device must hold, its part of
-the training state that no policy moves, proves that a layout cannot fit. An estimate of time and memory (the units of
-the schedule one after the other, bytes of collectives, `sim.layout_estimate`) orders the rest, of which `most` are
-simulated: what is left out there is not proven slower, and the answer says how many those are. Whatever it names has
-been simulated.
+divide the samples, and among which experts may be divided; ZeRO; microbatches. Two things spare a simulation. The least
+that a device must hold, its part of the training state that no policy moves, proves that a layout cannot fit. An
+estimate of time and memory (the units of the schedule one after the other, bytes of collectives,
+`sim.layout_estimate`) orders the rest, of which `most` are simulated: what is left out there is not proven slower, and
+the answer says how many those are. Whatever it names has been simulated.
+
+Then the `variants` of the fastest are tried, layouts that differ in how they exchange the same: buckets of gradients,
+where gathered weights stay, keys and values in blocks. They are asked for only where a layout without the exposed part
+of its communication would be faster than the best so far, at most `most` of them.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -27,12 +31,12 @@ from sim.errors import LayoutError, TiersimError, near
 from sim.experiment import reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.layout import Layout, check_context, divisible, lay_out
+from sim.layout import DDP, Layout, check_context, check_experts, divisible, lay_out
 from sim.layout_estimate import Estimator
 from sim.policies import load
 from sim.policies.traits import MANAGED_AS
 from sim.rewrites.dimensions import TENSOR, dimensions
-from sim.rewrites.experts import experts_of
+from sim.rewrites.experts import EXPERTS, experts_of, is_of_experts
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.layers import op_layers
 from sim.trace.tensor import ROLES
@@ -43,17 +47,23 @@ NEARLY = 0.005
 """Times that differ by less than this fraction count as equal where only the fastest is asked for."""
 SEARCHED = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
 """Schedules that a search tries: those whose iterations compute the same, without the one that never overlaps."""
+BUCKETS = (0, DDP, 100 << 20)
+"""Buckets of gradients that a search tries: one per layer, PyTorch's, and larger ones, for slow starts of transfers."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout and a policy, simulated. `makespan_ns` is None where it does not fit, and `why` says so."""
+    """A layout and a policy, simulated. `makespan_ns` is None where it does not fit, and `why` says so.
+
+    hidden_ns: the makespan without what devices wait for bytes from others.
+    """
 
     layout: Layout
     policy: str
     makespan_ns: int | None
     peak_bytes: int
     why: str = ""
+    hidden_ns: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -75,7 +85,8 @@ class LayoutSearch:
 
     rows: all that was simulated, in the order of the search.
     cannot_fit: layouts whose part of the training state alone is more than a device has.
-    left_out: layouts that were not simulated, since `most` came before them in the estimate, or for lack of time.
+    left_out: layouts that were not simulated, since `most` came before them in the estimate, or for lack of time;
+        variants are not counted.
     unlimited: of a search for the fastest alone, time in ns and peak of each layout with everything kept in unlimited
         memory.
     """
@@ -133,13 +144,14 @@ def search_layouts(
     devices: how many are used, all of them.
     policies: policies or compositions, by name.
     budget: of each device; None for its capacity.
-    most: how many layouts are simulated; where none of them fits, the others follow, those with memory to spare by
-        their estimate first, until one does.
+    most: how many layouts are simulated, and then how many variants; where no layout fits, the others follow, those
+        with memory to spare by their estimate first, until one does.
     schedules: of pipelines, those to try.
     seconds: wall-clock time after which no further layout is simulated; None for no limit.
     overrides, kernels: as for `lay_out`.
     fastest: whether only the fastest is asked for: then no policy is run in a layout that with everything kept in
-        unlimited memory takes longer than the fastest so far, and none where another is about as fast as that.
+        unlimited memory takes longer than the fastest so far, and none where another is about as fast as that; nor are
+        variants tried.
     on_row: called with each row as it is found.
 
     Raises LayoutError where no layout has so many devices, or a schedule is not one of `SEARCHED`.
@@ -151,7 +163,7 @@ def search_layouts(
     per_node = _per_node(node, devices)
     if node.devices < 2 <= devices:
         node = load_profile(profile, overrides={**(overrides or {}), "devices": str(min(devices, per_node))})
-    candidates = list(layouts(trace, devices, per_node, schedules))
+    candidates = list(layouts(trace, devices, per_node, schedules, experts=kernels is None))
     if not candidates:
         raise LayoutError(
             f"devices: no layout of this trace takes {devices}; nearest: {_nearest(trace, devices, node)}"
@@ -190,7 +202,54 @@ def search_layouts(
                 break
             rows.append(_row(layout, policy, divided, platform, budget))
             on_row(rows[-1])
+    if not fastest:
+        for layout, names in _worth_varying(rows, most):
+            if is_late():
+                break
+            try:
+                divided, platform = lay_out(trace, profile, layout, overrides=overrides, kernels=kernels)
+            except TiersimError as error:
+                rows.append(Found(layout, "", None, 0, str(error)))
+                continue
+            for policy in names:
+                rows.append(_row(layout, policy, divided, platform, budget))
+                on_row(rows[-1])
     return LayoutSearch(tuple(rows), len(candidates) - len(fit), len(fit) - tried, kept)
+
+
+def _worth_varying(rows: Sequence[Found], most: int) -> Iterator[tuple[Layout, list[str]]]:
+    """Variants of the layouts of rows, those of the fastest first, each with the policies under which it may be faster
+    than all rows, which grow meanwhile; at most so many."""
+    tried, number = {row.layout for row in rows}, 0
+    first = sorted((row for row in rows if row.makespan_ns is not None), key=lambda row: row.makespan_ns or 0)
+    by_layout: dict[Layout, list[Found]] = {}
+    for row in first:
+        by_layout.setdefault(row.layout, []).append(row)
+    for layout, own in by_layout.items():
+        for variant in variants(layout):
+            best = min(row.makespan_ns for row in rows if row.makespan_ns is not None)
+            names = [row.policy for row in own if row.hidden_ns < best]
+            if number == most or not names:
+                break
+            if variant not in tried:
+                tried.add(variant)
+                number += 1
+                yield variant, names
+
+
+def variants(layout: Layout) -> Iterator[Layout]:
+    """Layouts that differ from one only in how the same is exchanged; those that differ in one thing first."""
+    weights: list[dict[str, Any]] = [{}]
+    if layout.zero == 3:
+        weights.append({"reshard": False})
+        weights += [{"reshard_to": n} for n in _divisors(layout.dp)[1:-1] if layout.ep == 1]
+    buckets = [{"bucket": size} for size in (BUCKETS if layout.dp > 1 else BUCKETS[:1])]
+    blocks = [{"ring_attention": ring} for ring in ((False, True) if layout.cp > 1 else (False,))]
+    every = list(product(weights, buckets, blocks))
+    plain = every[0]
+    for each in sorted(every[1:], key=lambda each: sum(a != b for a, b in zip(each, plain, strict=True))):
+        changes: dict[str, Any] = {key: value for part in each for key, value in part.items()}
+        yield replace(layout, **changes)
 
 
 def _kept(trace: Trace, platform: Platform) -> tuple[int, int]:
@@ -206,7 +265,7 @@ def _row(layout: Layout, policy: str, trace: Trace, platform: Platform, budget: 
         return Found(layout, policy, None, 0, str(error).partition("\n")[0])
     homes = {platform.home(device).name for device in range(trace.devices)}
     peak = max(size for tier, size in summary["peak_by_tier"].items() if tier in homes)
-    return Found(layout, policy, summary["makespan_ns"], peak)
+    return Found(layout, policy, summary["makespan_ns"], peak, hidden_ns=summary["makespan_ns"] - summary["exposed_ns"])
 
 
 def _bytes(budget: int | str) -> int:
@@ -224,8 +283,13 @@ def _nearest(trace: Trace, devices: int, node: Platform) -> int:
     return next((n for n in near if n != devices and any(layouts(trace, n, _per_node(node, n)))), 1)
 
 
-def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] = SEARCHED) -> Iterator[Layout]:
-    """The layouts that take exactly so many devices and divide the trace without a rest."""
+def layouts(
+    trace: Trace, devices: int, per_node: int, schedules: Sequence[str] = SEARCHED, *, experts: bool = True
+) -> Iterator[Layout]:
+    """The layouts that take exactly so many devices and divide the trace without a rest.
+
+    experts: whether replicas may divide experts, which those in fused kernels cannot be.
+    """
     samples, sequence = trace.meta.get("batch", 1), trace.meta.get("sequence")
     layers = len({layer for layer in op_layers(trace).tolist() if layer >= 0})
     for tp, cp in _ranks(trace, devices, per_node):
@@ -235,13 +299,15 @@ def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] 
             if (pp > 1 and (not layers or layers % pp)) or samples % dp:
                 continue
             zeros = (0, 1, 2, 3) if dp > 1 and pp == 1 else (0, 1) if dp > 1 else (0,)
-            for n, schedule, zero in product(_divisors(samples // dp), schedules if pp > 1 else ("1f1b",), zeros):
+            among = _among_experts(trace, dp) if experts else [1]
+            orders = schedules if pp > 1 else ("1f1b",)
+            for n, schedule, zero, ep in product(_divisors(samples // dp), orders, zeros, among):
                 if n > 1 and pp > 1 and n < pp and n != samples // dp:
                     continue  # stages that never work all at once
                 if n == 1 and schedule not in ("1f1b", schedules[0]):
                     continue  # one microbatch has one order
                 try:
-                    layout = Layout(dp, tp, by_tokens, zero, pp, schedule, n, cp=cp)
+                    layout = Layout(dp, tp, by_tokens, zero, pp, schedule, n, cp=cp, ep=ep)
                 except LayoutError:  # no order for these numbers
                     continue
                 if pp == 1 or layers % layout.parts == 0:
@@ -266,6 +332,18 @@ def _ranks(trace: Trace, devices: int, per_node: int) -> Iterator[tuple[int, int
                 yield tp, cp
 
 
+def _among_experts(trace: Trace, replicas: int) -> list[int]:
+    """How many of so many replicas may divide the experts of a trace, 1 among them."""
+    found = []
+    for ep in _divisors(replicas):
+        try:
+            check_experts(trace, ep)
+        except LayoutError:
+            continue
+        found.append(ep)
+    return found
+
+
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
@@ -276,14 +354,18 @@ def least_state(trace: Trace, layout: Layout, manages: Collection[str] = ()) -> 
     manages: what policies may move or drop, in words of `Policy.manages`; of that a device need hold nothing.
     """
     role, size = trace.tensor_columns.role, trace.tensor_columns.bytes
-    divided = dimensions(trace).has[TENSOR] if layout.tp > 1 else frozenset()
+    known = dimensions(trace)
+    divided = known.has[TENSOR] if layout.tp > 1 else frozenset()
+    dealt = known.has[EXPERTS] if layout.ep > 1 else frozenset()
     total = 0
     for t in range(len(role)):
         if trace.producer[t] >= 0 or role[t] not in PERSISTENT or MANAGED_AS[ROLES[role[t]]] in manages:
             continue
-        share = layout.tp if t in divided else 1
-        if layout.dp > 1 and (layout.zero == 3 or (layout.zero and ROLES[role[t]] != "weight")):
-            share *= layout.dp
+        share, same = layout.tp if t in divided else 1, layout.dp
+        if t in dealt and is_of_experts(trace, known.family[t]):
+            share, same = share * layout.ep, layout.dp // layout.ep
+        if layout.zero == 3 or (layout.zero and ROLES[role[t]] != "weight"):
+            share *= same
         total += int(size[t]) // share
     return total // layout.pp
 

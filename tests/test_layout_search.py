@@ -12,7 +12,8 @@ from sim import LayoutError, Trace, load_profile, simulate
 from sim.analysis.peak_memory import home_peak
 from sim.layout import Layout, lay_out
 from sim.layout_estimate import Estimator
-from sim.layout_search import SEARCHED, layouts, least_state, search_layouts
+from sim.layout_search import BUCKETS, SEARCHED, layouts, least_state, search_layouts, variants
+from tests.rewrites.test_expert_parallel import MIXTRAL
 from tests.test_cli import tiersim
 from workloads import transformer
 
@@ -112,6 +113,120 @@ def test_estimates_know_bubbles_and_memory(every) -> None:
     )
     assert zero.time_ns < alternating.time_ns == flush.time_ns
     assert alternating.kept_bytes < flush.kept_bytes
+
+
+# ---- experts, and how the same is exchanged ---------------------------------------------------------
+
+WIDE = {**MIXTRAL, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 256}
+EXCHANGES = {"bucket": 0, "reshard": True, "reshard_to": 0, "ring_attention": False}
+
+
+@pytest.fixture(scope="module")
+def mixture() -> Trace:
+    return transformer(WIDE, batch=4, sequence=128, precision="mixed_bf16", attention="flash")
+
+
+def test_experts_are_divided_where_there_are_some(base: Trace, mixture: Trace) -> None:
+    found = list(layouts(mixture, 4, 8))
+    assert {(layout.dp, layout.ep) for layout in found} == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)}
+    assert {layout.ep for layout in layouts(mixture, 4, 8, experts=False)} == {1}
+    assert {layout.ep for layout in layouts(base, 4, 8)} == {1}
+    assert any(layout.cp > 1 and layout.ep > 1 for layout in found)
+
+
+def test_a_device_holds_at_least_its_part_of_the_experts(mixture: Trace) -> None:
+    for layout in layouts(mixture, 4, 8, ["1f1b"]):
+        if layout.micro_batches > 1:
+            continue
+        trace, _ = lay_out(mixture, "a100_80_sxm", layout)
+        held = [0] * trace.devices
+        for t in trace.tensors:
+            if trace.producer[t.id] < 0 and t.role in ("weight", "optimizer_state"):
+                held[trace.ops[next(iter(trace.readers(t.id)))].device] += t.bytes
+        assert least_state(mixture, layout) <= max(held)
+        if layout.pp == layout.tp == 1 and layout.zero == 0:
+            assert least_state(mixture, layout) == held[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [
+        (Layout(pp=2), 0),
+        (Layout(dp=2), 2),
+        (Layout(cp=2), 1),
+        (Layout(dp=2, cp=2, zero=1), 2 * 3 - 1),
+        (Layout(dp=8, zero=3), 4 * 3 - 1),  # reshard false, reshard_to 2 and 4
+        (Layout(dp=8, zero=3, ep=2), 2 * 3 - 1),
+    ],
+)
+def test_variants_exchange_the_same_in_other_ways(layout: Layout, number: int) -> None:
+    found = list(variants(layout))
+    assert len(found) == len({*found, layout}) - 1 == number
+    plain = {key: value for key, value in layout.said().items() if key not in EXCHANGES}
+    for each in found:
+        assert {key: value for key, value in each.said().items() if key not in EXCHANGES} == plain
+        assert each.bucket in BUCKETS
+    differ = [sum(getattr(each, key) != value for key, value in EXCHANGES.items()) for each in found]
+    assert differ == sorted(differ)
+
+
+def exhaustive(trace: Trace, profile: str, devices: int, figures: dict[str, str]) -> dict[Layout, tuple[int, int]]:
+    """Time and peak of every layout and every variant of it, each simulated with everything kept."""
+    bases = list(layouts(trace, devices, 8, ["1f1b"]))
+    runs = {}
+    for layout in dict.fromkeys([*bases, *(each for base in bases for each in variants(base))]):
+        divided, platform = lay_out(trace, profile, layout, overrides=figures)
+        log = simulate(divided, platform).log
+        runs[layout] = log.end, home_peak(log)
+    return runs
+
+
+def best_of_search_is_that_of_all(trace: Trace, devices: int, figures: dict[str, str], most: int) -> None:
+    runs = exhaustive(trace, "a100_80_sxm", devices, figures)
+    how = {"most": most, "overrides": figures, "schedules": ["1f1b"]}
+    whole = search_layouts(trace, "a100_80_sxm", devices, ["keep_all"], **how)
+    assert whole.best is not None
+    assert (whole.best.makespan_ns, whole.best.layout) in [(time, layout) for layout, (time, _) in runs.items()]
+    assert whole.best.makespan_ns == min(time for time, _ in runs.values())
+    assert len(whole.rows) < len(runs)
+    budget = sorted(peak for _, peak in runs.values())[len(runs) // 4]
+    tight = search_layouts(trace, "a100_80_sxm", devices, ["keep_all"], budget=budget, **how)
+    assert tight.best is not None
+    assert tight.best.makespan_ns == min(time for time, peak in runs.values() if peak <= budget)
+
+
+def test_a_search_finds_what_trying_all_variants_finds() -> None:
+    trace = transformer(WIDE, batch=2, sequence=64, precision="mixed_bf16", attention="flash")
+    best_of_search_is_that_of_all(trace, 2, {}, 1000)
+
+
+@pytest.mark.slow
+def test_a_search_over_slow_links_finds_what_trying_all_variants_finds(mixture: Trace) -> None:
+    slow = {f"links.nvlink.{key}": "5 GB/s" for key in ("rate", "egress")}
+    best_of_search_is_that_of_all(mixture, 4, slow, 1000)
+
+
+def test_no_more_variants_are_tried_than_layouts(mixture: Trace) -> None:
+    found = search_layouts(mixture, "a100_80_sxm", 4, ["keep_all", "full_recompute"], most=4)
+    tried = list(dict.fromkeys(row.layout for row in found.rows))
+    plain = [layout for layout in tried if all(getattr(layout, key) == value for key, value in EXCHANGES.items())]
+    assert tried[: len(plain)] == plain
+    assert len(plain) == 4
+    assert 0 < len(tried) - len(plain) <= 4
+    assert found.left_out == len(list(layouts(mixture, 4, 8))) - 4
+
+
+def test_estimates_know_what_experts_hold_send_and_update() -> None:
+    config = {**WIDE, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 1024}
+    trace = transformer(config, batch=8, sequence=256, precision="mixed_bf16", attention="flash")
+    estimator = Estimator(trace, load_profile("a100_80_sxm", overrides={"devices": "4"}))
+    found, runs = [], []
+    for layout in layouts(trace, 4, 8, ["1f1b"]):
+        if layout.micro_batches in (1, 4):
+            found.append(estimator.of(layout))
+            runs.append(simulate(trace, "a100_80_sxm", parallel=layout).log)
+    assert spearmanr([each.time_ns for each in found], [log.end for log in runs]) > 0.9
+    assert spearmanr([each.kept_bytes for each in found], [home_peak(log) for log in runs]) > 0.8
 
 
 def spearmanr(first, second) -> float:

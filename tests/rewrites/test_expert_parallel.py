@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -29,7 +29,7 @@ from sim.trace.op import Op, Ring
 from sim.trace.origin import Along
 from sim.trace.phases import saved_tensors
 from tests.rewrites.test_replicas import GB, line, named, op_named, peaks, reading, rebuilt
-from workloads import transformer
+from workloads import transformer, with_stack
 
 COMMON = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "max_position_embeddings": 64}
 MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 2, "intermediate_size": 128, "num_key_value_heads": 2,
@@ -407,3 +407,10 @@ def test_a_division_that_there_is_not_names_the_nearest(changes: dict, layout: d
 def test_a_dense_model_has_no_experts() -> None:
     with pytest.raises(LayoutError, match="ep: the trace has no experts that can be divided; nearest: 1"):
         lay_out(transformer("gpt2", batch=2, sequence=16), "a100_80_sxm", {"dp": 2, "ep": 2})
+
+
+def test_experts_in_kernels_that_are_fused_after_division_are_refused() -> None:
+    """No law could follow their updates, which one kernel computes with those of all else."""
+    base = transformer(MIXTRAL, batch=4, sequence=16, precision="mixed_bf16")
+    with pytest.raises(LayoutError, match=r"ep: experts in fused kernels .* cannot be divided yet; nearest: 1"):
+        lay_out(base, "a100_80_sxm", {"dp": 2, "ep": 2, "tp": 2}, kernels=partial(with_stack, stack="fused"))
