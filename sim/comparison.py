@@ -24,7 +24,6 @@ from sim.report.cells import bound_lines
 from sim.rows import Answer, Row, Setting, refused_for_state, states_of
 from sim.rows import answer as answer_to
 from sim.trace.graph import Trace
-from sim.units import to_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -210,23 +209,23 @@ def compare(
     trace, machine = (trace, to_platform(platform)) if parallel is None else lay_out(trace, platform, parallel)
     setting = Setting(trace, machine, budget, seed, iterations, recompute_limit, find_floor, time_limit_s, most_actions)
     requests = [_request(each) for each in _listed(policies)]
-    work = _Work(setting, requests, apply_all=policies is not None, on_progress=on_progress)
+    work = _Work(setting, requests, apply_all=policies is not None, on_progress=on_progress, bound=bound)
     try:
         work.refuse()
         work.run(jobs)
     except KeyboardInterrupt:
         raise Interrupted(work.comparison(interrupted=True)) from None
     found = work.comparison()
-    return bounded(found, machine if budget is None else machine.with_budget(to_bytes(budget))) if bound else found
+    return bounded(found, setting.limited, work.bound) if bound else found
 
 
-def bounded(comparison: Comparison, limited: Platform) -> Comparison:
+def bounded(comparison: Comparison, limited: Platform, bound: LowerBound | None = None) -> Comparison:
     """A comparison with the least time that any plan takes, and in each row how near it is to that.
 
-    limited: the machine with the budget.
+    limited: the machine with the budget. bound: that time, where it is known already.
     """
     try:
-        bound = lower_bound(comparison.trace, limited)
+        bound = bound or lower_bound(comparison.trace, limited)
     except TiersimError:  # what keeps every policy from running has been said by each
         return comparison
     rows = []
@@ -237,7 +236,10 @@ def bounded(comparison: Comparison, limited: Platform) -> Comparison:
 
 
 class _Work:
-    """A comparison under way: requests by position, and their answers so far."""
+    """A comparison under way: requests by position, and their answers so far.
+
+    bound: the least time that any plan takes, where another process has computed it.
+    """
 
     def __init__(
         self,
@@ -246,11 +248,14 @@ class _Work:
         *,
         apply_all: bool,
         on_progress: Callable[[Progress], None] | None,
+        bound: bool,
     ) -> None:
         self.setting = setting
         self.requests = requests
         self.apply_all = apply_all
         self.on_progress = on_progress
+        self.wants_bound = bound
+        self.bound: LowerBound | None = None
         self.answers: dict[int, Answer] = {}
         self.notes: list[str] = []
         self.slow = {i for i, each in enumerate(requests) if not apply_all and each.policy.slow}
@@ -264,8 +269,7 @@ class _Work:
 
     def refuse(self) -> None:
         """Answer for the policies that leave too much state in place."""
-        setting = self.setting
-        limited = setting.platform if setting.budget is None else setting.platform.with_budget(to_bytes(setting.budget))
+        setting, limited = self.setting, self.setting.limited
         states = states_of(setting.trace, setting.platform)
         for i in self.open:
             row = refused_for_state(self.requests[i].label, self.requests[i].policy, states, limited, setting)
@@ -293,9 +297,12 @@ class _Work:
             todo.sort(key=lambda i: -_effort(self.requests[i].policy))  # what takes long must not begin last
             from sim.sweeps.execute import stopping
 
-            with stopping(answers([self.requests[i] for i in todo], self.setting, count)) as found:
+            asked, wants_bound = [self.requests[i] for i in todo], self.wants_bound and count > 1
+            with stopping(answers(asked, self.setting, count, bound=wants_bound)) as found:
                 for position, answer, why in found:
-                    if answer is None:
+                    if isinstance(answer, LowerBound):
+                        self.bound = answer
+                    elif answer is None:
                         self.notes.append(f"{self.requests[todo[position]].label}: ran in this process: {why}")
                     else:
                         self.note(todo[position], answer)

@@ -18,10 +18,14 @@ from typing import Any
 
 from sim.collecting import uncollected
 from sim.experiment import reference_for
+from sim.least_time import LowerBound, lower_bound
 from sim.limits import usually_limited
 from sim.policies import admit_source, executed_source, is_shipped, load, policy_files
 from sim.policies.base import Policy
 from sim.rows import Answer, Setting, answer, failed
+
+BOUND = "bound"
+"""The task of the least time that any plan takes."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,13 @@ class Request:
         return isinstance(self.given, str) and not is_shipped(self.given)
 
 
-def answers(requests: Sequence[Request], setting: Setting, jobs: int) -> Iterator[tuple[int, Answer | None, str]]:
+def answers(
+    requests: Sequence[Request], setting: Setting, jobs: int, *, bound: bool = False
+) -> Iterator[tuple[int, Answer | LowerBound | None, str]]:
     """Positions of requests with their answers as they come; without an answer, why there is none.
+
+    bound: whether the least time that any plan takes is asked for, too; it comes as if it were the answer to the
+        request after the last, or not at all where a process cannot compute it.
 
     Closing the iterator stops all processes.
     """
@@ -55,7 +64,7 @@ def answers(requests: Sequence[Request], setting: Setting, jobs: int) -> Iterato
     with tempfile.TemporaryDirectory(prefix="tiersim-") as name:
         folder = Path(name)
         (folder / "setting").write_bytes(_dumped(setting))
-        tasks = []
+        tasks = [Job({"id": BOUND, "folder": name}, group=BOUND)] if bound else []
         for i, request in enumerate(requests):
             task = {"id": str(i), "folder": name}
             try:
@@ -66,6 +75,10 @@ def answers(requests: Sequence[Request], setting: Setting, jobs: int) -> Iterato
             tasks.append(Job(task, group=str(i)))
         with stopping(Local(jobs, bench="sim.parallel:Bench").run(tasks)) as outcomes:
             for id, outcome in outcomes:
+                if id == BOUND:
+                    if outcome.get("why") == "":
+                        yield len(requests), _read((folder / "answer-bound").read_bytes(), _names(setting)), ""
+                    continue
                 i = int(id)
                 if why := outcome.get("why"):
                     yield i, None, why
@@ -90,6 +103,11 @@ class Bench:
             if task["folder"] not in self._settings:
                 self._settings[task["folder"]] = pickle.loads((folder / "setting").read_bytes())
             setting = self._settings[task["folder"]]
+            if i == BOUND:
+                with uncollected():
+                    least = lower_bound(setting.trace, setting.limited)
+                (folder / f"answer-{i}").write_bytes(_dumped(least, _names(setting)))
+                return {"why": ""}
             label, given, parameters, sources = pickle.loads((folder / f"request-{i}").read_bytes())
             for path, source in sources.items():
                 admit_source(Path(path), source)
@@ -146,8 +164,9 @@ class _Unpickler(pickle.Unpickler):
         return self.shared[name]
 
 
-def _names(setting: Setting, policy: Policy) -> list[tuple[str, Any]]:
-    return [("trace", setting.trace), ("platform", setting.platform), ("policy", policy)]
+def _names(setting: Setting, policy: Policy | None = None) -> list[tuple[str, Any]]:
+    shared = [("trace", setting.trace), ("platform", setting.platform)]
+    return shared if policy is None else [*shared, ("policy", policy)]
 
 
 def _dumped(thing: Any, shared: Iterable[tuple[str, Any]] = ()) -> bytes:
@@ -157,6 +176,10 @@ def _dumped(thing: Any, shared: Iterable[tuple[str, Any]] = ()) -> bytes:
     return out.getvalue()
 
 
+def _read(data: bytes, shared: Iterable[tuple[str, Any]]) -> Any:
+    return _Unpickler(io.BytesIO(data), dict(shared)).load()
+
+
 def _packed(found: Answer, setting: Setting, policy: Policy) -> bytes:
     result = found.result
     bare = None if result is None else result.referring(None)  # a function of this process cannot travel
@@ -164,7 +187,7 @@ def _packed(found: Answer, setting: Setting, policy: Policy) -> bytes:
 
 
 def _unpacked(data: bytes, setting: Setting, policy: Policy) -> Answer:
-    found: Answer = _Unpickler(io.BytesIO(data), dict(_names(setting, policy))).load()
+    found: Answer = _read(data, _names(setting, policy))
     if found.result is None:
         return found
     traces = [setting.trace] * (len(found.result.warm_up) + 1)

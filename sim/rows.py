@@ -24,7 +24,7 @@ from sim.limits import TooLong, limited
 from sim.policies.base import Policy
 from sim.search import smallest_budget
 from sim.trace.graph import Trace
-from sim.units import format_bytes
+from sim.units import format_bytes, to_bytes
 
 FLOOR_TOLERANCE = 0.02
 """How near, relatively, a searched floor is to a budget that does not fit."""
@@ -45,6 +45,11 @@ class Setting:
     find_floor: bool | None = None
     time_limit_s: float | None = None
     most_actions: int | None = None
+
+    @property
+    def limited(self) -> Platform:
+        """The machine with the budget."""
+        return self.platform if self.budget is None else self.platform.with_budget(to_bytes(self.budget))
 
     @property
     def replay(self) -> dict[str, Any]:

@@ -155,6 +155,21 @@ def test_what_differs_in_another_process_would_be_seen(monkeypatch):
     assert Bench().run({"id": "0", "folder": "/nowhere"})["why"].startswith("FileNotFoundError")
 
 
+def test_other_processes_compute_the_bound_too(monkeypatch):
+    """What this process computes at the end, alone, another has computed beside the policies."""
+    names, trace = ["full_recompute", "twremat"], transformer(TINY, batch=16, sequence=64)
+    budget = home_peak(reference_run(trace, PLATFORM)) * 3 // 4
+    serial = compare(trace, PLATFORM, names, budget=budget)
+    assert serial.bound.makespan_ns > serial.bound.ops_ns  # memory counts
+    monkeypatch.setattr("sim.comparison.lower_bound", lambda *_: pytest.fail("computed here"))
+    found = compare(trace, PLATFORM, names, budget=budget, jobs=2)
+    assert (found.bound.makespan_ns, found.bound.among) == (serial.bound.makespan_ns, serial.bound.among)
+    assert found.bound.trace is trace
+    assert [row["above_bound"] for row in found.rows] == [row["above_bound"] for row in serial.rows]
+    with pytest.raises(pytest.fail.Exception):
+        compare(trace, PLATFORM, names, budget=budget)
+
+
 # ---- interrupted -------------------------------------------------------------------------------
 
 

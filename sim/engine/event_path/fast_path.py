@@ -125,15 +125,15 @@ class FastPath:
         reads, writes, out, workspace, ns = plain
         copies, home, bit, space = self._copies, self._home, self._bit, self._space
         mask = bit if fetched else bit | LEAVING
+        overwriting, reproducing = self._residency.overwriting, self._residency.reproducing
+        if space.waiting or self._guests[self._lane]:
+            return GENERAL
         for tensor in reads:
-            if copies[tensor] & mask != bit:
+            if copies[tensor] & mask != bit or tensor in overwriting:
                 return GENERAL
         for tensor, _ in writes:
-            if copies[tensor] or tensor in self._in_flight:
+            if copies[tensor] or tensor in self._in_flight or (tensor, home) in reproducing:
                 return GENERAL  # its recomputation is workspace
-        residency = self._residency
-        if space.waiting or self._guests[self._lane] or residency.reproducing or residency.overwriting:
-            return GENERAL
         for tensor, _ in writes:
             self._pins[tensor] += 1
         need = out + workspace

@@ -46,7 +46,7 @@ class Restore:
             for tensor in reads:
                 held = copies[tensor]
                 is_there = held & reach and not held & LEAVING
-                if overwriting or not (is_there or (not held and tensor not in in_flight)):
+                if tensor in overwriting or not (is_there or (not held and tensor not in in_flight)):
                     yield from self.fetch(tensor, reach, home, op)  # which else has nothing to do
         for tensor in reads:
             while not self._copies[tensor] & reach:
