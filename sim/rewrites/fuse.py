@@ -9,9 +9,8 @@ from typing import Any
 from sim.errors import TraceError
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.graph import Trace
-from sim.trace.op import KIND_CODE, PHASES, Op
+from sim.trace.op import KIND_CODE, KINDS, PHASES, Op
 from sim.trace.origin import Expr, Fused, Same
-from sim.trace.tensor import Tensor
 
 Touched = Callable[[Sequence[int], Sequence[int]], int]
 WIDTH = {dtype: place for place, dtype in enumerate(("int8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp64"))}
@@ -19,6 +18,9 @@ WIDTH = {dtype: place for place, dtype in enumerate(("int8", "fp8", "fp16", "bf1
 
 STREAMED = ("elementwise", "norm", "softmax", "loss", "copy", "reduce")
 """Kinds of op that go through their operands once and are bound by memory, so that one kernel may be of several."""
+
+APART = ("elementwise", "copy", "optimizer")
+"""Kinds of op that stay as they are where they would be a kernel alone."""
 
 RECOMPUTES_FROM = "what a fused kernel recomputes from"
 """Why backward needs a tensor that it did not read before."""
@@ -65,22 +67,23 @@ def fuse(
     later = {t for t, _ in crossing} if recomputed else None
     rebuilt = {t for t, piece in crossing if piece.again}
     new = Rewriter(trace, meta)
-    ids = [-1 if t.id in internal else new.tensor(t, saved_for=_why(t, later, rebuilt)) for t in trace.tensors]
-    for t in trace.tensors:
-        old = t.replaces
-        while old is not None and old in internal:
-            old = trace.tensors[old].replaces
-        if old is not None and ids[t.id] >= 0:
-            new.builder.take_over(ids[t.id], ids[old])
+    ids, copy, device = new.all_tensors(without=internal), new.copier(), trace.op_columns.device.tolist()
+    if later is not None:
+        for t, new_id in enumerate(ids):
+            if new_id >= 0:
+                new.builder.set_saved(new_id, _why(trace, t, later, rebuilt))
     for piece in pieces:
-        ops = [trace.ops[op] for op in piece.ops]
-        reads = piece.reads
-        writes = [t for op in ops for t in op.writes if t not in internal]
+        reads, (first, *rest) = piece.reads, piece.ops
+        writes = [t for op in piece.ops for t in trace.all_writes[op] if t not in internal]
         new_reads, new_writes = [ids[t] for t in reads], [ids[t] for t in writes]
-        alone = streams and len(ops) == 1 and not piece.again and ops[0].kind in ("elementwise", "copy", "optimizer")
+        alone = streams and not rest and not piece.again and KINDS[trace.op_columns.kind[first]] in APART
         if not piece.fused or alone:
-            new.op(ops[0], reads=new_reads, writes=new_writes)
+            if (len(reads), len(writes)) == (len(trace.reads(first)), len(trace.all_writes[first])):
+                copy(first, new_reads, new_writes, device[first])
+            else:
+                new.op(trace.ops[first], reads=new_reads, writes=new_writes)
             continue
+        ops = [trace.ops[op] for op in piece.ops]
         computed = [*(trace.ops[op] for op in piece.again), *ops]
         parts: tuple[Expr, ...] = tuple(Same(op.id) for op in computed)
         once = touched_bytes(reads, writes)
@@ -113,11 +116,11 @@ def _phase_of(trace: Trace, t: int) -> int:
     return int(trace.op_columns.phase[producer]) if producer >= 0 else len(PHASES)
 
 
-def _why(t: Tensor, later: Collection[int] | None, rebuilt: Collection[int]) -> str:
+def _why(trace: Trace, t: int, later: Collection[int], rebuilt: Collection[int]) -> str:
     """Why backward needs a tensor: as before, or for what is recomputed from it; "" where it no longer reads it."""
-    if later is not None and t.id not in later:
+    if t not in later:
         return ""
-    return t.saved_for or (RECOMPUTES_FROM if t.id in rebuilt else "")
+    return trace.tensor_columns.saved_for.get(t, RECOMPUTES_FROM if t in rebuilt else "")
 
 
 def _splits(ops: Sequence[Op], writes: Collection[int]) -> tuple[str, ...]:
@@ -176,8 +179,9 @@ class _Piece:
                 raise TraceError(f"fuse: op {name[self.ops[0]]!r} is in no group, but reads {name[self.again[0]]!r}")
             self.again.sort()
         computed = (*self.again, *self.ops)
-        made = {t for op in computed for t in trace.writes(op)}
-        self.reads = [t for t in dict.fromkeys(t for op in computed for t in trace.reads(op)) if t not in made]
+        made = {t for op in computed for t in trace.all_writes[op]}
+        read = dict.fromkeys(t for op in computed for t in trace.distinct_reads[op])
+        self.reads = [t for t in read if t not in made]
         return self
 
 
@@ -187,13 +191,13 @@ def _pieces(
     """The ops of the new trace in order."""
     group_of = _group_of(trace, groups, mixed)
     missing = [len(group) for group in groups]
-    replaces, phase = trace.tensor_columns.replaces, trace.op_columns.phase.tolist()
-    overwrites = (replaces >= 0).any()
+    replaces, phase = trace.tensor_columns.replaces.tolist(), trace.op_columns.phase.tolist()
+    overwrites = bool((trace.tensor_columns.replaces >= 0).any())
     collecting: dict[int, _Piece] = {}
     pieces: list[_Piece] = []
     for op in _hoisted(trace, groups, group_of) if mixed else range(len(trace.ops)):
-        group, reads, writes = group_of.get(op, -1), trace.reads(op), trace.writes(op)
-        overwritten = [old for old in replaces[list(writes)].tolist() if old >= 0] if overwrites else []
+        group, reads, writes = group_of.get(op, -1), trace.distinct_reads[op], trace.all_writes[op]
+        overwritten = [replaces[t] for t in writes if replaces[t] >= 0] if overwrites else []
         for k in [k for k, piece in collecting.items() if k != group and piece.comes_before(reads, overwritten)]:
             pieces.append(collecting.pop(k))
         if group < 0:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from sim.errors import PolicyError, ProfileError
 from sim.hardware.platform import Platform
 from sim.rewrites.kept import kept
@@ -124,7 +126,7 @@ def updated_on_host(split: Split, delayed: bool = False, in_place: bool = False)
 def _updated_on_host(split: Split, delayed: bool, in_place: bool) -> OnHost:
     old, new, out = split.trace, Rewriter(split.trace), OnHost()
     outputs = set(old.outputs)
-    out.tensors = [new.tensor(t) for t in old.tensors]
+    out.tensors = new.all_tensors()
     own = {t for t in split.weights if in_place and t in split.read}
     for t, end in split.weights.items():
         if t in own:
@@ -139,20 +141,23 @@ def _updated_on_host(split: Split, delayed: bool, in_place: bool) -> OnHost:
             gradient = old.tensors[t]
             out.before[t] = new.tensor(gradient, Same(t, -1), name=f"{gradient.name}.before")
     stand_ins = {**out.kept, **out.before}
-    for tensor in old.tensors:
-        replaced = tensor.replaces
-        if replaced is not None and (replaced not in split.weights or replaced in out.kept or replaced in own):
-            new.builder.take_over(out.tensors[tensor.id], stand_ins.get(replaced, out.tensors[replaced]))
+    replaces = old.tensor_columns.replaces
+    for t in np.flatnonzero(replaces >= 0).tolist():
+        replaced = int(replaces[t])
+        if replaced in stand_ins:
+            new.builder.take_over(out.tensors[t], stand_ins[replaced])
+        elif replaced in split.weights and replaced not in own:
+            new.builder.take_over(out.tensors[t], -1)
     beside = {split.weights[t]: fresh for t, fresh in out.fresh.items() if t in out.kept}
-    for op in sorted(old.ops, key=lambda op: (delayed and op.id not in split.updates, op.id)):
-        updates = op.id in split.updates
-        reads = [stand_ins.get(t, out.tensors[t]) if updates else out.tensors[t] for t in op.reads]
-        writes = [out.tensors[t] for t in op.writes]
-        if updates:
-            writes += [beside[t] for t in op.writes if t in beside]
-            out.ops[op.id] = new.op(op, reads=reads, writes=writes, engine=CPU, duration=None)
+    copy, device = new.copier(), old.op_columns.device.tolist()
+    for op in sorted(range(len(device)), key=lambda op: (delayed and op not in split.updates, op)):
+        reads, writes = old.reads(op), [out.tensors[t] for t in old.all_writes[op]]
+        if op in split.updates:
+            writes += [beside[t] for t in old.all_writes[op] if t in beside]
+            read = [stand_ins.get(t, out.tensors[t]) for t in reads]
+            out.ops[op] = new.op(old.ops[op], reads=read, writes=writes, engine=CPU, duration=None)
         else:
-            out.ops[op.id] = new.op(op, reads=reads, writes=writes)
+            out.ops[op] = copy(op, [out.tensors[t] for t in reads], writes, device[op])
     ends = [out.tensors[t] for t in old.outputs] + list(beside.values())
     carry = [(out.tensors[a], out.kept.get(b, out.tensors[b]) if a in beside else out.tensors[b]) for a, b in old.carry]
     carry += [(beside[a], out.tensors[b]) for a, b in old.carry if a in beside]

@@ -5,7 +5,7 @@ The new trace has the release points of the old one; `sim.rewrites.holding` find
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,19 +80,33 @@ class Rewriter:
         """How many ops have been added."""
         return len(self._ops)
 
-    def all_tensors(self) -> list[int]:
-        """Add every tensor of the old trace unchanged. Returns the new ids by old id."""
-        columns = self.trace.tensor_columns
-        new = list(range(len(self._tensors), len(self._tensors) + len(columns.name)))
-        self._tensors += first_same(len(new))
-        numbers = {key: getattr(columns, key).astype(np.int64) for key in ("bytes", "role", "layer")}
-        self.builder.extend_tensors(columns.name, columns.dtype, numbers)
-        for old in np.flatnonzero(columns.replaces >= 0).tolist():
-            self.builder.take_over(new[old], new[columns.replaces[old]])
+    def all_tensors(self, without: Collection[int] = ()) -> list[int]:
+        """Add every tensor of the old trace unchanged, but for some. Returns the new ids by old id, -1 for those.
+
+        What takes over the storage of one that is left out takes over what that took over.
+        """
+        columns, count = self.trace.tensor_columns, len(self.trace.tensor_columns.name)
+        kept = np.ones(count, np.bool_)
+        kept[list(without)] = False
+        ids = np.flatnonzero(kept)
+        new = np.full(count, -1)
+        new[ids] = np.arange(len(self._tensors), len(self._tensors) + len(ids))
+        same, olds, news = first_same(count), ids.tolist(), new.tolist()
+        self._tensors += same if len(ids) == count else [same[old] for old in olds]
+        numbers = {key: getattr(columns, key)[ids].astype(np.int64) for key in ("bytes", "role", "layer")}
+        names, dtypes = ([column[old] for old in olds] for column in (columns.name, columns.dtype))
+        self.builder.extend_tensors(names, dtypes, numbers)
+        for old in np.flatnonzero(kept & (columns.replaces >= 0)).tolist():
+            over = int(columns.replaces[old])
+            while over >= 0 and news[over] < 0:
+                over = int(columns.replaces[over])
+            if over >= 0:
+                self.builder.take_over(news[old], news[over])
         for key in ("shape", "zeros", "saved_for"):
             for old, value in sorted(getattr(columns, key).items()):
-                self.builder.note(key, new[old], value)
-        return new
+                if news[old] >= 0:
+                    self.builder.note(key, news[old], value)
+        return news
 
     def build(
         self,

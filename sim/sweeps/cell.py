@@ -63,7 +63,7 @@ took longer than the study allows."""
 
 KEPT_OPS = 50_000  # of traces, of reference runs, of solvers' plans; the last one of each is kept however large
 KEPT_PLATFORMS = 256
-COLLECT_EVERY = 50_000  # ops run between two sweeps of the garbage collector
+COLLECT_EVERY = 250_000  # ops run between two sweeps of the garbage collector
 
 
 class Bench:

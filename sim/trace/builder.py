@@ -115,12 +115,18 @@ class TraceBuilder:
         """Record why backward needs a tensor; the first reason wins."""
         self._sparse["saved_for"].setdefault(tensor, reason)
 
+    def set_saved(self, tensor: int, reason: str) -> None:
+        """Record why backward needs a tensor, "" where it does not, whatever has been recorded before."""
+        self._sparse["saved_for"].pop(tensor, None)
+        if reason:
+            self._sparse["saved_for"][tensor] = reason
+
     def is_saved(self, tensor: int) -> bool:
         """Whether `mark_saved` has named a reason for an existing tensor."""
         return tensor in self._sparse["saved_for"]
 
     def take_over(self, tensor: int, old: int) -> None:
-        """Let an existing tensor take over the storage of another in place."""
+        """Let an existing tensor take over the storage of another in place, with -1 that of none."""
         self._tensors["replaces"][tensor] = old
 
     @property

@@ -205,7 +205,8 @@ class FastPath:
             self._news += [("came", tensor, name, end) for tensor, _ in writes]
         if self._waiters:
             for tensor, _ in writes:
-                self._residency.wake_waiters(tensor)
+                if tensor in self._waiters:
+                    self._residency.wake_waiters(tensor)
         if counted:
             uses = self._uses
             for tensor in plain.reads:
