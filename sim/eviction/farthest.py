@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sim.eviction.replacement import Replacement
-from sim.plan import Action, Change, Memory, Move, Need
+from sim.eviction.replacement import Residents
+from sim.plan import Action, Memory, Move, Need
 
 NEVER = 1 << 62
 
 
-class FarthestNextUse(Replacement):
+class FarthestNextUse(Residents):
     """Evicts the resident that is used farthest ahead (Belady), and turns prefetches back that leave too little space.
 
     uses: per tensor the ops that use it, by id, in order.
@@ -21,18 +21,8 @@ class FarthestNextUse(Replacement):
     def __init__(self, *, homes: Sequence[str], uses: Mapping[int, Sequence[int]], **rest: Any) -> None:
         super().__init__(homes=homes, **rest)
         self._uses = uses
-        self._here: dict[str, set[int]] = {home: set() for home in homes}
         self._turned: set[int] = set()  # on their way, and wanted away again
         self._op = -1
-
-    def notice(self, change: Change) -> None:
-        """Keep what is resident."""
-        super().notice(change)
-        if self.manages(change):
-            if change.what == "came":
-                self._here[change.tier].add(change.tensor)
-            elif change.what == "went":
-                self._here[change.tier].discard(change.tensor)
 
     def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
         """Those needed last, until their bytes are enough; where none is left, what is still on its way turns back."""
@@ -41,7 +31,7 @@ class FarthestNextUse(Replacement):
 
     def order(self, tier: str, now: int) -> Iterable[int]:
         """What is used last first; of equals the larger one."""
-        return sorted(self._here.get(tier, ()), key=self._rank)
+        return sorted(self.here.get(tier, ()), key=self._rank)
 
     def _turn_back(self, need: Need, memory: Memory) -> list[Action]:
         """Prefetched too early: it leaves as soon as it has arrived, or does not set out."""

@@ -85,6 +85,41 @@ class Replacement(Online):
         return max(sum(self._going[tier].values()) - memory.leaving(tier), 0)
 
 
+class Residents(Replacement):
+    """Keeps what is resident, and in which order it first was.
+
+    here: per fast tier its movable residents.
+    arrived: the movable tensors that have been resident in one, the first first.
+    """
+
+    def __init__(self, *, homes: Sequence[str], **rest: Any) -> None:
+        super().__init__(homes=homes, **rest)
+        self.here: dict[str, set[int]] = {home: set() for home in homes}
+        self.arrived: dict[int, None] = {}
+
+    def notice(self, change: Change) -> None:
+        """The same for one."""
+        Residents.notice_all(self, (change,))
+
+    def notice_all(self, changes: Sequence[ChangeFields]) -> None:
+        """Keep both, and what `Replacement` notes, without another call per change."""
+        movable, here, going, arrived = self.movable, self.here, self._going, self.arrived
+        below, mine = self.below, self.below.mine
+        for change in changes:
+            what, tensor, tier, _ = change
+            if tensor in mine:
+                below.notice(change)
+            if not movable[tensor] or tier not in here:
+                continue
+            going[tier].pop(tensor, None)
+            if what == "came":
+                here[tier].add(tensor)
+                if tensor not in arrived:
+                    arrived[tensor] = None
+            elif what == "went":
+                here[tier].discard(tensor)
+
+
 class LeastRecent(Replacement):
     """Per fast tier the movable residents in order of last use: those seldom read, and those read often.
 

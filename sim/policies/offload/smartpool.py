@@ -12,6 +12,7 @@ from sim.plan import Plan, Problem
 from sim.policies.base import Policy
 from sim.solvers.spans import Span, spans
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,7 @@ class SmartPool(Policy):
         for device in range(trace.devices):
             tier = problem.platform.home(device)
             rounding = int(dict(tier.allocator.options).get("rounding", 1)) if tier.allocator.name == "planned" else 1
-            blocks = blocks_of(trace, device, rounding)
-            offsets = placed(blocks)
+            blocks, offsets = _layout(trace, device, rounding)
             ends[tier.name] = max((o + block.bytes for o, block in zip(offsets, blocks, strict=True)), default=0)
             live[tier.name] = most_live(blocks)
             if tier.allocator.name == "planned":
@@ -79,6 +79,16 @@ def blocks_of(trace: Trace, device: int, rounding: int = 1) -> list[Block]:
         span = Span(min(old.span.first, known[t].first), max(old.span.last, known[t].last))
         found[root[t]] = Block(root[t], max(old.bytes, rounded), span)
     return list(found.values())
+
+
+def _layout(trace: Trace, device: int, rounding: int) -> tuple[list[Block], list[int]]:
+    """The storages of a device, and their offsets."""
+
+    def make() -> tuple[list[Block], list[int]]:
+        blocks = blocks_of(trace, device, rounding)
+        return blocks, placed(blocks)
+
+    return kept(trace, "smartpool", (device, rounding), make)
 
 
 def placed(blocks: Sequence[Block]) -> list[int]:

@@ -5,34 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sim.eviction.replacement import Replacement
-from sim.plan import Action, Change, Drop, Memory, Need
+from sim.eviction.replacement import Residents
+from sim.plan import Action, Change, ChangeFields, Drop, Memory, Need
 
 
-class Passive(Replacement):
+class Passive(Residents):
     """On pressure moves out what was accessed first; a read of what is away waits for its copy."""
-
-    def __init__(self, *, homes: Sequence[str], **rest: Any) -> None:
-        super().__init__(homes=homes, **rest)
-        self._first: dict[int, None] = {}  # in order of first access
-        self._here: dict[str, set[int]] = {home: set() for home in homes}
-
-    def notice(self, change: Change) -> None:
-        """Keep the access list, and what is resident."""
-        super().notice(change)
-        if not self.manages(change):
-            return
-        here = self._here[change.tier]
-        if change.what == "went":
-            here.discard(change.tensor)
-        elif change.what == "came":
-            here.add(change.tensor)
-            self._first.setdefault(change.tensor)
 
     def order(self, tier: str, now: int) -> Iterable[int]:
         """From the start of the access list."""
-        here = self._here[tier]
-        return (tensor for tensor in self._first if tensor in here)
+        here = self.here[tier]
+        return (tensor for tensor in self.arrived if tensor in here)
 
 
 class Guided(Passive):
@@ -48,16 +31,21 @@ class Guided(Passive):
         self._kept: dict[int, str] = {}  # recomputed and not read since
 
     def notice(self, change: Change) -> None:
+        """The same for one."""
+        Guided.notice_all(self, (change,))
+
+    def notice_all(self, changes: Sequence[ChangeFields]) -> None:
         """Keep what was recomputed for others."""
-        super().notice(change)
-        what, tensor, tier, _ = change
-        if tensor not in self._back:
-            return
-        if what == "came" and tensor in self._dropped:
-            self._kept[tensor] = tier
-        elif what == "went":
-            self._dropped.add(tensor)
-            self._kept.pop(tensor, None)
+        super().notice_all(changes)
+        back, dropped, kept = self._back, self._dropped, self._kept
+        for what, tensor, tier, _ in changes:
+            if tensor not in back or what == "read":
+                continue
+            if what == "went":
+                dropped.add(tensor)
+                kept.pop(tensor, None)
+            elif tensor in dropped:
+                kept[tensor] = tier
 
     def on_pressure(self, need: Need, memory: Memory) -> Iterable[Action]:
         """Drop what is needed last of what was kept; then as in passive mode."""

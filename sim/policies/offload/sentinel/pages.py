@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,11 +79,12 @@ def profiled(problem: Problem, device: int, page: int, *, coallocate: bool) -> P
     resident = spans(trace, device)
     for t, span in resident.items():
         load[span.first : span.last + 1] += trace.tensor_columns.bytes[t]
+    outputs, carried = frozenset(trace.outputs), frozenset(end for end, _ in trace.carry)
     long: list[Storage] = []
     for t in resident:
         if trace.tensor_columns.replaces[t] >= 0 and trace.tensor_columns.replaces[t] in resident:
             continue
-        storage = _storage(trace, t, device, layer_of)
+        storage = _storage(trace, t, device, layer_of, outputs, carried)
         if storage is not None and (len(storage.layers) > 1 or storage.values[0][0] < 0):
             long.append(storage)
             for _, value in storage.values:
@@ -93,9 +94,19 @@ def profiled(problem: Problem, device: int, page: int, *, coallocate: bool) -> P
     return Profiled(layers, took, reserved, paged(long, page, coallocate=coallocate))
 
 
-def _storage(trace: Trace, first: int, device: int, layer_of: Mapping[int, int]) -> Storage | None:
-    """A storage that the device sees each use of, None where others use it, too."""
-    c, outputs = trace.op_columns, set(trace.outputs)
+def _storage(
+    trace: Trace,
+    first: int,
+    device: int,
+    layer_of: Mapping[int, int],
+    outputs: Collection[int],
+    carried: Collection[int],
+) -> Storage | None:
+    """A storage that the device sees each use of, None where others use it, too.
+
+    carried: the tensors that the next iteration starts with.
+    """
+    c = trace.op_columns
     values, uses, tensor = list[tuple[int, int]](), set[int](), first
     while tensor >= 0:
         values.append((int(trace.producer[tensor]), tensor))
@@ -108,8 +119,7 @@ def _storage(trace: Trace, first: int, device: int, layer_of: Mapping[int, int])
     stays = last in outputs or trace.producer[last] < 0
     until = len(trace.ops) if stays else max(uses)
     layers = sorted({layer_of[op] for op in uses})
-    carried = any(end == last for end, _ in trace.carry)
-    return Storage(values, int(trace.tensor_columns.bytes[first]), layers, len(uses), until, carried)
+    return Storage(values, int(trace.tensor_columns.bytes[first]), layers, len(uses), until, last in carried)
 
 
 def paged(storages: Sequence[Storage], page: int, *, coallocate: bool) -> list[Unit]:
