@@ -138,6 +138,7 @@ class _Split:
     whole: per tensor the new one that stands for all of it.
     current: per tensor the new one of the microbatch at hand.
     which: for each new op the old one and its microbatch.
+    like_tensor, like_op: per tensor and op the new one of an earlier microbatch, which differs in what all differ in.
     reduced: tensors that wait for the collective among replicas, with the op and the microbatch that produced each.
     experts: what this rank has of the experts, None where they are not divided. groups: of replicas that divide them.
     total: microbatches of all groups.
@@ -157,7 +158,10 @@ class _Split:
         buckets: _Buckets | None = None,
     ) -> None:
         self.buckets = buckets or _Buckets((), (0,) * len(trace.ops))
-        self.trace, self.n, self.splits, self.rows = trace, n, splits, rows
+        self.trace, self.n = trace, n
+        # lists, of which single values are read much faster than of arrays
+        self.splits: list[bool] = splits.tolist()
+        self.rows: list[bool] = rows.tolist()
         self.ranks, self.dealt = ranks, dealt and ranks > 1
         self.experts = ExpertShare(trace, experts, rows) if experts > 1 else None
         self.members, self.groups = experts, ranks // experts
@@ -165,12 +169,15 @@ class _Split:
         self.once = once if ranks > 1 else frozenset[int]()  # a single replica's sums are whole, as for any late op
         self.summed_by_once = {t for op in self.once for t in trace.reads(op)}
         self.reduced: list[tuple[Tensor, Op, int]] = []
-        self.late = _late_ops(trace, splits, rows)
-        self.repeated = _repeated_ops(trace, splits, self.late) if passes and n > 1 else np.zeros_like(splits)
+        late = _late_ops(trace, splits, rows)
+        self.late: list[bool] = late.tolist()
+        repeated = _repeated_ops(trace, splits, late) if passes and n > 1 else np.zeros_like(splits)
+        self.repeated: list[bool] = repeated.tolist()
         about = {"expert_ranks": experts} if experts > 1 else {}
         self.new = Rewriter(trace, {"microbatches": n * ranks * int(trace.meta.get("microbatches", 1)), **about})
         self.tensors, self.ops = list(trace.tensors), list(trace.ops)
-        self.produced_by_split = np.append(splits, False)[trace.producer]
+        self.produced_by_split: list[bool] = np.append(splits, False)[trace.producer].tolist()
+        self.produced_by_repeated: list[bool] = np.append(repeated, False)[trace.producer].tolist()
         outputs = set(trace.outputs)
         # sums that something outside the microbatches reads; all others are consumed within their microbatch
         self.needed_outside = {
@@ -185,7 +192,8 @@ class _Split:
         self.slices: dict[int, list[int]] = {}
         self.storages: dict[int, list[int]] = {}  # of a view among them, what its slices are views of
         self.exchanged: dict[int, int] = {}
-        self.shares: dict[int, dict[str, Any]] = {}
+        self.like_tensor: dict[int, int] = {}
+        self.like_op: dict[int, int] = {}
 
     def run(self) -> tuple[Trace, list[tuple[int, int]]]:
         """The new trace, and `which`."""
@@ -246,10 +254,10 @@ class _Split:
     def place(self, t: Tensor, k: int) -> int:
         """The id that a tensor has in microbatch k."""
         whole, current = self.whole, self.current
-        sliced = bool(self.rows[t.id])
         if t.id in current:
             return current[t.id]
-        if self.trace.producer[t.id] >= 0 and self.repeated[self.trace.producer[t.id]]:
+        sliced = self.rows[t.id]
+        if self.produced_by_repeated[t.id]:
             current[t.id] = self._whole_tensor(t, name=f"{t.name}.mb{k}")
             return current[t.id]
         if not sliced and not self.produced_by_split[t.id]:
@@ -259,25 +267,44 @@ class _Split:
                     old = whole[t.replaces] if t.replaces in whole else self.place(self.tensors[t.replaces], k)
                     self.new.builder.take_over(whole[t.id], old)
             return whole[t.id]
-        changes: dict[str, object] = {"name": f"{t.name}.mb{k}"}
-        if t.replaces is not None:
-            changes["replaces"] = self.place(self.tensors[t.replaces], k)
+        name = f"{t.name}.mb{k}"
+        replaces = None if t.replaces is None else self.place(self.tensors[t.replaces], k)
+        if t.id in self.like_tensor:
+            stands_for = self._of_member(self._of_group(t.id, self.first(k), self.first(k) + 1))
+            new = self.new.repeat_tensor(
+                self.like_tensor[t.id], stands_for, name, self._bytes_of_member(t, k), replaces
+            )
+            current[t.id] = new
+            return new
+        changes: dict[str, object] = {"name": name, "replaces": replaces}
         by_expert = self.experts is not None and int(self.trace.producer[t.id]) in self.experts.ops
         if self.experts is not None and sliced and t.id in self.experts.has:
             changes["saved_for"] = self.experts.saved_for(t, by_expert)
         current[t.id] = self._in_form(t, k, by_expert, **changes)
+        if not by_expert:
+            self.like_tensor[t.id] = current[t.id]
         return current[t.id]
+
+    def _bytes_of_group(self, t: Tensor, k: int) -> int:
+        """The bytes of a tensor that a group of replicas has in microbatch k."""
+        first = self.first(k)
+        return slice_of(t.bytes, first, first + 1, self.total) if self.rows[t.id] else t.bytes
+
+    def _bytes_of_member(self, t: Tensor, k: int) -> int:
+        """Those that this replica has."""
+        size = self._bytes_of_group(t, k)
+        return slice_of(size, 0, 1, self.members) if self.rows[t.id] else size
 
     def _in_form(self, t: Tensor, k: int, by_expert: bool, **changes: Any) -> int:
         """A tensor of microbatch k: this replica's rows or term, or of its group the part of this rank's experts."""
         first, stop = self.first(k), self.first(k) + 1
-        size = slice_of(t.bytes, first, stop, self.total) if self.rows[t.id] else t.bytes
         if by_expert:
             assert self.experts is not None
+            size = self._bytes_of_group(t, k)
             changes = {**self.experts.rows_or_weights(t, size, self.total), **changes}
             return self.new.tensor(t, self.experts.claim(self._of_group(t.id, first, stop)), **changes)
         if self.rows[t.id]:
-            changes["bytes"] = slice_of(size, 0, 1, self.members)
+            changes["bytes"] = self._bytes_of_member(t, k)
             if t.shape:
                 rows, rest = divmod(t.shape[0], self.total * self.members)
                 changes["shape"] = None if rest else (rows, *t.shape[1:])
@@ -322,20 +349,23 @@ class _Split:
         reads = [self.read(t, k, op) for t in op.reads]
         writes = [self.place(self.tensors[t], k) for t in op.writes]
         by_expert = self.experts is not None and op.id in self.experts.ops
-        names = {"name": f"{op.name}.mb{k}", "group": f"{op.group}.mb{k}" if op.group else ""}
+        name, group = f"{op.name}.mb{k}", f"{op.group}.mb{k}" if op.group else ""
         first, stop, members = self.first(k), self.first(k) + 1, 1 if by_expert else self.members
-        n = self.total * members
-        if op.id not in self.shares:  # all but the FLOPs is the same for each
-            self.shares[op.id] = share_of_op(self.trace, op, first * members, n, self.rows)
-        share = {**self.shares[op.id], "flops": slice_of(op.flops, first * members, first * members + 1, n)}
-        stands_for: Expr = self._of_group(op.id, first, stop)
-        if by_expert:
-            assert self.experts is not None
-            touched = sum(map(self.new.builder.bytes_of, (*reads, *writes)))
-            stands_for, share = self.experts.claim(stands_for), self.experts.share(op, share, touched)
+        part, n, of_group = first * members, self.total * members, self._of_group(op.id, first, stop)
+        like = self.like_op.get(op.id)
+        if like is not None:
+            flops = slice_of(op.flops, part, part + 1, n)
+            self.new.repeat_op(like, self._of_member(of_group), name, flops, reads, writes, group)
         else:
-            stands_for = self._of_member(self._of_group(op.id, first, stop))
-        self.new.op(op, stands_for, reads=reads, writes=writes, **names, **share)
+            share = share_of_op(self.trace, op, part, n, self.rows)
+            stands_for: Expr = self._of_member(of_group)
+            if by_expert:
+                assert self.experts is not None
+                touched = sum(map(self.new.builder.bytes_of, (*reads, *writes)))
+                stands_for, share = self.experts.claim(of_group), self.experts.share(op, share, touched)
+            new = self.new.op(op, stands_for, reads=reads, writes=writes, name=name, group=group, **share)
+            if not by_expert and op.counted is None:
+                self.like_op[op.id] = new
         for t in op.writes:
             if t in self.needed_outside and self.rows[t]:
                 if self.ranks > 1:
@@ -485,7 +515,9 @@ def sent(size: int, ring: Ring) -> int:
     return -(-ring.passes * (ring.ranks - 1) * size // ring.ranks)
 
 
-def share_of_op(trace: Trace, op: Op, k: int, n: int, rows: NDArray[np.bool_], stop: int = 0) -> dict[str, Any]:
+def share_of_op(
+    trace: Trace, op: Op, k: int, n: int, rows: Sequence[bool] | NDArray[np.bool_], stop: int = 0
+) -> dict[str, Any]:
     """The fields in which part k of n of an op by batch (or those from k to `stop`) differs from the whole.
 
     rows: which tensors have rows, see `batched`.

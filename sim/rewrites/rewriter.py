@@ -60,6 +60,16 @@ class Rewriter:
         self._ops.append(self.old_ops[like.id] if stands_for is None else stands_for)
         return self.builder.copy_op(like, releases=(), **changes)
 
+    def repeat_tensor(self, like: int, stands_for: Expr, name: str, bytes: int, replaces: int | None) -> int:
+        """Add a tensor like one of the new trace; see `TraceBuilder.repeat_tensor`."""
+        self._tensors.append(stands_for)
+        return self.builder.repeat_tensor(like, name, bytes, replaces)
+
+    def repeat_op(self, like: int, stands_for: Expr, *fields: Any) -> int:
+        """Add an op like one of the new trace; see `TraceBuilder.repeat_op`."""
+        self._ops.append(stands_for)
+        return self.builder.repeat_op(like, *fields)
+
     def copier(self) -> Callable[[int, Sequence[int], Sequence[int], int], int]:
         """A function that adds a copy of an old op, given its id, with as many operands, by new ids, and a device."""
         append, same, stand_for = self.builder.copier(self.trace.op_columns), self.old_ops, self._ops.append

@@ -291,6 +291,36 @@ class TraceBuilder:
 
         return copy
 
+    def repeat_tensor(self, like: int, name: str, bytes: int, replaces: int | None) -> int:
+        """Add a tensor like an existing one, with another name, other bytes and what it takes over. Returns its id."""
+        t = self._tensors
+        row = _repeat(t, like, {"name": name, "bytes": bytes, "replaces": -1 if replaces is None else replaces})
+        self._repeat_sparse(("shape", "zeros", "saved_for"), like, row)
+        return row
+
+    def repeat_op(
+        self, like: int, name: str, flops: int, reads: Sequence[int], writes: Sequence[int], group: str = ""
+    ) -> int:
+        """Append an op like an existing one, with another name, other FLOPs and group, and as many other operands.
+
+        `releases` and `unbinds` are not repeated, nor is `counted`. Returns its id.
+        """
+        row = _repeat(self._ops, like, {"name": name, "flops": flops})
+        self._reads.extend(reads)
+        self._writes.extend(writes)
+        self._read_start.append(len(self._reads))
+        self._write_start.append(len(self._writes))
+        self._repeat_sparse(("engine", "alternatives", "splits", "function", "ring", "views"), like, row)
+        if group:
+            self._sparse["group"][row] = group
+        return row
+
+    def _repeat_sparse(self, keys: Sequence[str], like: int, row: int) -> None:
+        for key in keys:
+            values = self._sparse[key]
+            if like in values:
+                values[row] = values[like]
+
     def build(
         self,
         *,
@@ -340,6 +370,16 @@ class TraceBuilder:
             unbinds=s["unbinds"],
         )
         return Trace(tensors, ops, outputs=outputs, carry=carry, meta=self.meta, origin=origin)
+
+
+def _repeat(columns: Mapping[str, Any], like: int, changes: Mapping[str, Any]) -> int:
+    """Append a row like another one to each column, with some values changed; its number."""
+    for column in columns.values():
+        column.append(column[like])
+    row = len(columns["name"]) - 1
+    for key, value in changes.items():
+        columns[key][row] = value
+    return row
 
 
 def _column(name: str, values: Any, kind: type[np.generic]) -> Any:
