@@ -13,6 +13,7 @@ from sim.hardware.cost import OpTimes, op_times
 from sim.hardware.ideal import load_and_path
 from sim.hardware.transfer_time import transfer_ns
 from sim.log import CAUSE, EventLog, Ints
+from sim.trace.columns import distinct
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _memory_bound(log: EventLog, times: OpTimes, tier: str) -> tuple[int, int, i
     alive, storage_is_pinned = _pinned(log, tier, size)
 
     working = np.where(home, c.workspace, 0)
-    pairs = np.unique(np.repeat(np.arange(count), np.diff(c.read_start)) * len(size) + c.read_ids)
+    pairs = distinct(np.repeat(np.arange(count), np.diff(c.read_start)) * len(size) + c.read_ids)
     reader, read = np.divmod(pairs, len(size))
     writer = np.repeat(np.arange(count), np.diff(c.write_start))
     overwriter = np.where(trace.replaced_by >= 0, trace.producer[trace.replaced_by], -1)

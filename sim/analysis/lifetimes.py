@@ -8,6 +8,7 @@ import numpy as np
 
 from sim.analysis.lanes import RECOMPUTE, Runs, runs
 from sim.log import EventLog, Ints
+from sim.trace.columns import distinct
 from sim.trace.tensor import ROLES
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _uses(log: EventLog, ran: Runs, made: Ints) -> tuple[Ints, Ints, Ints, Ints]
         at = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts) + start[ran.op][which]
         tensor = ids[at].astype(np.int64)
         if is_read:  # an op that reads a tensor twice uses it once
-            once = np.unique(which * len(made) + tensor)
+            once = distinct(which * len(made) + tensor)
             which, tensor = np.divmod(once, len(made))
         begin = ran.start if is_read else ran.end  # a result is idle from the end of its producer
         parts.append((tensor, begin[which], ran.end[which], np.full(len(which), is_read)))

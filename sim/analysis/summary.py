@@ -215,8 +215,8 @@ def _utilisations(log: EventLog) -> tuple[float | None, float | None]:
     engines = [log.platform.engine_for(device) for device in np.unique(c.device).tolist()]
     if not log.end or not log.complete or not int(c.flops.sum()):
         return None, None
-    types, which = np.unique(np.array(c.dtype, dtype=str), return_inverse=True)
-    main_type = str(types[np.argmax(np.bincount(which, weights=c.flops))])
+    types, which = log.trace.op_types
+    main_type = types[int(np.argmax(np.bincount(which, weights=c.flops)))]
     try:
         units = [log.platform.engines[i] for i in engines]
         peak = sum(unit.peak[peak_dtype(unit, main_type)] for unit in units)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.log import Ints
+from sim.trace.columns import distinct
 from sim.trace.graph import Trace
 from sim.trace.liveness import freeable
 
@@ -73,8 +74,8 @@ class TraceColumns:
 
 def _operands(start: Ints, ids: NDArray[np.int32]) -> Operands:
     op, tensor = np.repeat(np.arange(len(start) - 1), np.diff(start)), ids.astype(np.int64)
-    _, first = np.unique(op * (int(tensor.max(initial=0)) + 1) + tensor, return_index=True)
-    if len(first) < len(op):  # an op that reads a tensor twice reads it once
-        first.sort()
+    pairs = op * (int(tensor.max(initial=0)) + 1) + tensor
+    if len(distinct(pairs)) < len(op):  # an op that reads a tensor twice reads it once
+        first = np.sort(np.unique(pairs, return_index=True)[1])
         op, tensor = op[first], tensor[first]
     return Operands(op, tensor, np.searchsorted(op, np.arange(len(start))))

@@ -123,7 +123,7 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
         named[i] = True
     for device in range(trace.devices):
         engine[(c.device == device) & ~named] = platform.engine_for(device)
-    types, type_of = np.unique(np.array(c.dtype, dtype=str), return_inverse=True)
+    types, type_of = trace.op_types
     fixed, rate = np.zeros(count, np.int64), np.zeros(count, np.int64)
     group = (engine.astype(np.int64) * len(KINDS) + c.kind) * max(len(types), 1) + type_of
     for key in np.unique(group):
@@ -134,7 +134,7 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
             able = ", ".join(other.name for other in platform.engines if kind not in other.lacks) or "none"
             what = f"ops of kind {kind!r}, such as {c.name[int(rows[0])]!r}"
             raise ProfileError(f"{platform.name}: engine {unit.name!r} cannot run {what}; engines that can: {able}")
-        fixed[rows] = _fixed_ns(unit, kind, str(types[type_of[rows[0]]]), c.flops[rows])
+        fixed[rows] = _fixed_ns(unit, kind, types[type_of[rows[0]]], c.flops[rows])
         rate[rows] = bytes_per_second(unit, kind, platform.tier(unit.home))
     measured = c.duration >= 0
     whole = np.where(measured, c.duration, fixed)
@@ -162,9 +162,8 @@ def first_engines(trace: Trace, engine: NDArray[np.int32], idle: int) -> NDArray
     first = np.full(len(trace.tensor_columns.name), idle, np.int64)
     for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids)):
         op = np.repeat(np.arange(len(c.name)), np.diff(start))
-        tensors, at = np.unique(ids, return_index=True)
-        unmade = np.ones(len(tensors), bool) if ids is c.write_ids else trace.producer[tensors] < 0
-        first[tensors[unmade]] = engine[op[at[unmade]]]
+        unmade = np.ones(len(ids), bool) if ids is c.write_ids else trace.producer[ids] < 0
+        first[ids[unmade][::-1]] = engine[op[unmade]][::-1]  # of several the first stays, which comes last
     over = trace.replaced_by
     unread = np.flatnonzero((trace.producer < 0) & (over >= 0))
     unread = unread[[not trace.readers(t) for t in unread.tolist()]] if len(unread) else unread

@@ -14,6 +14,7 @@ from sim.rewrites.rewriter import Rewriter
 from sim.rewrites.schedules import DIVIDED, SCHEDULES, Unit, device_of, unit_orders
 from sim.rewrites.slots import Slot, split_updates
 from sim.rewrites.steps import Version, consecutive_steps, updated
+from sim.trace.columns import rows_of
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import PHASE_CODE, PHASES
 from sim.trace.origin import Same
@@ -284,6 +285,7 @@ class _Stages:
         self.ids = self.new.all_tensors()
         self.copy = self.new.copier()
         self.replaces = trace.tensor_columns.replaces.tolist()
+        self.reads = rows_of(trace.op_columns.read_start, trace.op_columns.read_ids)
         self.home = [stage[p] if p >= 0 else -1 for p in trace.producer.tolist()]
         self.wanted_by: list[set[int]] = [set() for _ in self.home]
         position = {op: i for i, op in enumerate(op for _, ops in order for op in ops)}
@@ -319,13 +321,16 @@ class _Stages:
         ahead: list[deque[tuple[list[int], str]]] = [deque() for _ in range(self.stages)]
         for (q, unit, _), ops in self.order:
             ahead[self.device[q]].append((ops, "backward" if unit == "weight" else unit))
+        begun: set[int] = set()
         for (q, unit, _), ops in self.order:
             s, phase = self.device[q], "backward" if unit == "weight" else unit
             own = ahead[s]
-            for unit_ops, its_phase in (own.popleft(), *list(own)[:1]):  # of this unit, and of the next
+            now = own.popleft()  # whose tensors have been received with those of the unit before, if there was one
+            for unit_ops, its_phase in ((now,) if s not in begun else ()) + ((own[0],) if own else ()):
                 for op in unit_ops:
-                    for t in trace.reads(op):
+                    for t in self.reads[op]:
                         self.receive(t, s, its_phase)
+            begun.add(s)
             for op in ops:
                 self.add(op, s, phase)
         ids = self.ids
@@ -333,8 +338,8 @@ class _Stages:
         return self.new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
 
     def add(self, op: int, s: int, phase: str) -> None:
-        ids, received, writes = self.ids, self.received, self.trace.writes(op)
-        reads = [received.get((t, s), ids[t]) for t in self.trace.reads(op)]
+        ids, received, writes = self.ids, self.received, self.trace.all_writes[op]
+        reads = [received.get((t, s), ids[t]) for t in self.reads[op]]
         for t in writes:
             if (old := (self.replaces[t], s)) in received:
                 self.new.builder.take_over(ids[t], received[old])

@@ -213,6 +213,15 @@ class Graph:
         c = self.op_columns
         return tuple(rows_of(c.write_start, c.write_ids))
 
+    @cached_property
+    def op_types(self) -> tuple[tuple[str, ...], Ints]:
+        """The types in which ops compute, sorted, and per op which of them is its own."""
+        types = tuple(sorted(set(self.op_columns.dtype)))
+        place = {dtype: i for i, dtype in enumerate(types)}
+        own = np.fromiter(map(place.__getitem__, self.op_columns.dtype), np.int64, len(self.op_columns.name))
+        own.setflags(write=False)
+        return types, own
+
     @_read_only
     def producer(self) -> NDArray[np.int32]:
         """The op that produces each tensor, -1 for one that exists from the start. Shape (tensors,)."""
@@ -306,7 +315,7 @@ class Graph:
     def _readers(self) -> tuple[Ints, NDArray[np.int32]]:
         c = self.op_columns
         op = np.repeat(np.arange(len(c.name), dtype=np.int64), np.diff(c.read_start))
-        pairs = np.unique(c.read_ids.astype(np.int64) * (len(c.name) + 1) + op)
+        pairs = distinct(c.read_ids.astype(np.int64) * (len(c.name) + 1) + op)
         tensor, reader = np.divmod(pairs, len(c.name) + 1)
         counts = np.bincount(tensor, minlength=len(self.tensor_columns.name))
         found = np.concatenate(([0], np.cumsum(counts))), reader.astype(np.int32)
@@ -333,6 +342,15 @@ def rows_of(start: NDArray[Any], ids: NDArray[Any]) -> list[tuple[int, ...]]:
     """The rows of a table in CSR form: row i has the ids from `start[i]` to `start[i + 1]`."""
     flat: list[int] = ids.tolist()
     return [tuple(flat[a:b]) for a, b in pairwise(start.tolist())]
+
+
+def distinct(values: Ints) -> Ints:
+    """The different values, rising; `np.unique` builds a table of them first, which takes many times as long."""
+    ordered = np.sort(values)
+    is_new = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+    found: Ints = ordered[is_new]
+    return found
 
 
 def row_sums(start: NDArray[Any], values: Ints) -> Ints:

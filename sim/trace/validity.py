@@ -47,9 +47,9 @@ def check_graph(trace: Graph) -> None:
     for ids, least in ((c.read_ids, 0), (c.write_ids, 0), (t.replaces, -1)):
         if len(ids) and (int(ids.max()) >= len(t.name) or int(ids.min()) < least):
             raise TraceError(f"a tensor id is out of range 0..{len(t.name) - 1}")
-    written, counts = np.unique(c.write_ids, return_counts=True)
-    if (counts > 1).any():
-        duplicate_id = int(written[counts > 1][0])
+    times_written = np.bincount(c.write_ids, minlength=len(t.name))
+    if (times_written > 1).any():
+        duplicate_id = int(np.argmax(times_written > 1))
         producers = [c.name[i] for i in range(len(c.name)) if duplicate_id in trace.writes(i)]
         raise TraceError(f"tensor {t.name[duplicate_id]!r} has two producers: {', '.join(map(repr, producers))}")
     reader = np.repeat(np.arange(len(c.name)), np.diff(c.read_start))
@@ -126,9 +126,9 @@ def _check_overwrites(trace: Graph, reader: Ints) -> None:
     if not len(new):
         return
     old = t.replaces[new]
-    values, counts = np.unique(old, return_counts=True)
-    if (counts > 1).any():
-        raise TraceError(f"tensor {t.name[int(values[counts > 1][0])]!r} is overwritten twice")
+    times_overwritten = np.bincount(old, minlength=len(t.name))
+    if (times_overwritten > 1).any():
+        raise TraceError(f"tensor {t.name[int(np.argmax(times_overwritten > 1))]!r} is overwritten twice")
     for wrong, why in (
         (trace.producer[new] < 0, "but no op writes it"),
         (t.bytes[new] != t.bytes[old], "which has another size"),
