@@ -32,7 +32,7 @@ from sim.errors import (
 from sim.hardware.cost import slow_operand_ns
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.iterations import run_iteration
+from sim.iterations import nothing_returned, run_iteration
 from sim.layout import Layout, lay_out
 from sim.limits import calling
 from sim.log import STALLS, WHY, EventLog
@@ -442,10 +442,9 @@ def simulate(
                 if not isinstance(plan, Plan):
                     kind = "None" if plan is None else f"a {type(plan).__name__}"
                     raise PolicyFailed(f"policy {name!r}: plan() returned {kind}, expected a Plan")
-                known = evaluated.run_of(plan) if last else None  # the replay at the end of a run is that of `evaluate`
-                run = known or run_iteration(
-                    current, plan, limited, history, last=last, recompute_limit=recompute_limit
-                )
+                run = evaluated.run_of(plan)  # of an iteration that might be the last one
+                if run is None or not (last or nothing_returned(run)):
+                    run = run_iteration(current, plan, limited, history, last=last, recompute_limit=recompute_limit)
             history = (*history, run)
         except Infeasible as error:
             error.plan = plan

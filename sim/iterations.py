@@ -38,6 +38,11 @@ def run_iteration(
     return Run(trace, ran, replay(ran, platform, returned=own, recompute_limit=recompute_limit))
 
 
+def nothing_returned(run: Run) -> bool:
+    """Whether no tensor had to move back at the end of an iteration: then it is the same whether it is the last one."""
+    return not run.log.counters["returned_moves"]
+
+
 def continued(plan: Plan, history: Sequence[Run]) -> Plan:
     """The plan with carried tensors placed where the previous iteration left them, unless the plan places them itself.
 

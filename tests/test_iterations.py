@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from sim.analysis import residence
+from sim.engine.replay import replay
 from sim.experiment import simulate
 from sim.iterations import continued
 from sim.plan import Action, Drop, Move, Plan, Problem
@@ -135,3 +137,30 @@ def test_unlimited_memory_begins_where_its_own_iteration_before_ended() -> None:
         s = simulate(trace, machine(), iterations=count).summary()
         assert s["makespan_ns"] < first  # the weight is on the host already
         assert s["unlimited_ns"] == s["makespan_ns"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tries(Sends):
+    """The same, but it replays its plan before it returns it."""
+
+    def plan(self, problem: Problem) -> Plan:
+        plan = super().plan(problem)
+        problem.evaluate(plan)
+        return plan
+
+
+@pytest.mark.parametrize("after", ["update", "use"])
+def test_an_iteration_that_a_policy_has_replayed_is_the_one_that_it_would_be(after, monkeypatch) -> None:
+    """Away at the end, the weight comes back in the last iteration alone; sent earlier, its update brings it back."""
+    tensor = "w.new" if after == "update" else "w"
+    actions = (Move(tensor, "host", after=after),)
+    plain = simulate(step(), machine(), Sends(actions=actions), iterations=3)
+    replays = []
+    monkeypatch.setattr("sim.iterations.replay", lambda *args, **given: replays.append(args) or replay(*args, **given))
+    tried = simulate(step(), machine(), Tries(actions=actions), iterations=3)
+    # those that it asked for, and the first once more where only the last of all iterations brings the weight back
+    assert len(replays) == (4 if after == "update" else 3)
+    for a, b in zip([*plain.warm_up, plain], [*tried.warm_up, tried], strict=True):
+        assert np.array_equal(a.log.intervals, b.log.intervals)
+        assert np.array_equal(a.log.changes, b.log.changes)
+        assert a.log.counters == b.log.counters
