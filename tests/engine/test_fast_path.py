@@ -11,6 +11,7 @@ from sim.engine.event_path.perform import Perform
 from sim.engine.replay import replay
 from sim.errors import TiersimError
 from sim.experiment import problem_for, reference_run
+from sim.layout import lay_out
 from sim.log import EventLog
 from sim.plan import Plan
 from sim.policies import load
@@ -80,3 +81,20 @@ def test_what_is_recomputed_to_be_read_needs_no_general_path(monkeypatch):
     run_of("dtr")
     assert len([work for work in passed if work.why == "recompute"]) > 20
     assert len(general) < len(passed) / 4
+
+
+def test_recomputations_of_several_devices_at_once_need_no_general_path(monkeypatch):
+    """Another device recomputes, or overwrites in place, nearly always; only what concerns the op itself counts."""
+    general, passed = [], []
+    execute, past = Perform._execute, Perform._pass
+    layout = {"pp": 4, "micro_batches": 8}
+    trace, machine = lay_out(transformer("gpt2", batch=8, sequence=64, precision="amp_bf16"), "a100_80_sxm", layout)
+    plan = load("full_recompute").plan(problem_for(trace, machine))
+    slow = replay(plan, machine, fast=False)
+    monkeypatch.setattr(
+        Perform, "_execute", lambda self, work, **rest: general.append(work) or execute(self, work, **rest)
+    )
+    monkeypatch.setattr(Perform, "_pass", lambda self, work, *rest: passed.append(work) or past(self, work, *rest))
+    assert replay(plan, machine) == slow
+    again = [work for work in passed if work.why == "recompute"]
+    assert len(again) > 20 * len([work for work in general if work.why == "recompute"])

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sim.errors import TraceError
 from sim.trace import Trace, TraceBuilder
+from sim.trace.columns import distinct
 from tests.clocks import cpu_s, least
 from tests.strategies import traces
 
@@ -133,6 +135,14 @@ def test_derived_columns_agree_with_counting(trace: Trace) -> None:
         assert trace.read_counts[t] == len(readers)
         assert trace.producer[t] == (makers[0] if makers else -1)
         assert trace.last_use[t] == max(readers + makers, default=-1)
+    types, own = trace.op_types
+    assert list(types) == sorted({op.dtype for op in ops})
+    assert [types[i] for i in own.tolist()] == [op.dtype for op in ops]
+
+
+@given(st.lists(st.integers(-(2**62), 2**62)))
+def test_distinct_values_are_those_of_a_set(values: list[int]) -> None:
+    assert distinct(np.array(values, np.int64)).tolist() == sorted(set(values))
 
 
 @settings(max_examples=50, deadline=None)

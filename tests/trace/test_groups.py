@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 from sim.engine.replay import replay
 from sim.errors import Deadlock, TraceError
 from sim.plan import Plan
-from sim.trace import Trace, TraceBuilder, validity
+from sim.rewrites.pipeline import pipeline
+from sim.trace import Trace, TraceBuilder, progress, validity
 from sim.trace.progress import blocked
 from tests.engine.test_timeline import machine
+from workloads import transformer
+
+TINY = {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 2, "n_positions": 16, "vocab_size": 32}
 
 Step = tuple[int, str, int, int]
 """Device, group ("" for none), and the results that it reads and overwrites, counted back; 0 for none."""
@@ -86,3 +90,17 @@ def test_two_groups_that_wait_for_each_other_are_named_both():
     steps = [(0, "x", 0, 0), (0, "", 1, 0), (0, "y", 0, 0), (1, "y", 0, 0), (1, "", 1, 0), (1, "x", 0, 0)]
     with pytest.raises(TraceError, match=r"group 'x'.*'op5' on device 1; op 'op4'.*group 'y'.*'op2' on device 0"):
         built(steps, {"x": {0, 1}, "y": {0, 1}})
+
+
+def test_a_pipeline_written_in_order_needs_no_search(monkeypatch):
+    trace = pipeline(transformer(TINY, batch=8, sequence=16), [0, 1, 2, 3], micro_batches=4)
+    assert trace.op_columns.group
+    assert progress._runs_in_order(trace)
+    monkeypatch.setattr(progress, "_runs_in_order", lambda _: False)
+    assert blocked(trace) == []  # nor would one find a cycle
+
+
+def test_a_pair_whose_receiver_comes_first_is_searched():
+    trace = built([(0, "x", 0, 0), (0, "", 1, 0), (1, "x", 0, 0)], {"x": {0, 1}})
+    assert not progress._runs_in_order(trace)  # op1 waits for op2, which comes later in the program
+    assert blocked(trace) == []
