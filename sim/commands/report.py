@@ -18,7 +18,7 @@ import typer
 
 from sim.commands.options import Trusting, command_with, files_of, say
 from sim.commands.repeating import checked_job, options_of, read_saved, repeat, trust_of
-from sim.commands.saved import Wanted, files_beside, say_saved, saved_view
+from sim.commands.saved import Wanted, files_beside, saved_view, say_saved
 
 if TYPE_CHECKING:
     from sim.report.page import RunView, SavedView

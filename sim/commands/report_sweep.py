@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.commands.options import say
 from sim.commands.repeating import steps
-from sim.commands.saved import Wanted, check_repeated, files_beside, say_saved, saved_view
+from sim.commands.saved import Wanted, check_repeated, files_beside, saved_view, say_saved
 from sim.errors import BEGAN, Infeasible, ProfileError, TiersimError, near
 from sim.limits import calling
 
