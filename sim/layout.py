@@ -301,7 +301,7 @@ def lay_out(
 def machine_for(
     platform: Platform | str | os.PathLike[str], layout: Layout, overrides: Mapping[str, str] | None = None
 ) -> Platform:
-    """A node with as many devices as a layout takes, at most all that it may have; the arguments are those of `lay_out`."""
+    """A node with as many devices as a layout takes, at most all that it may have; arguments as for `lay_out`."""
     if isinstance(platform, Platform):
         return platform
     machine = load_profile(platform, overrides=overrides)

@@ -94,7 +94,8 @@ def test_draws_elsewhere_are_counted_by_job_and_machine_and_judged_by_the_ratio(
     found = {}
     for rate, copies, again in ((2, 1000, 2000), (20, 2000, 1000)):
         rows = {
-            name: {"fits": True, "makespan_ns": again if name == "full_recompute" else copies, "unlimited_ns": unlimited,
+            name: {"fits": True, "unlimited_ns": unlimited,
+                   "makespan_ns": again if name == "full_recompute" else copies,
                    "recompute_ns": 9 * (name == "full_recompute"),
                    "moved_bytes": {} if name == "full_recompute" else {"d2h": 1}}
             for name in study.DRAWN
