@@ -139,7 +139,9 @@ def known_module(module: Any, optimizer: Any = None) -> KnownModule:
 def _states(optimizer: Any, tensors: Mapping[int, Any]) -> dict[int, dict[str, Any]]:
     """The state of each parameter of an optimizer, by its id.
 
-    tensors: those of the module. Raises TraceError where it is not an optimizer, is of another module, or is without state.
+    tensors: those of the module.
+
+    Raises TraceError where it is not an optimizer, is of another module, or is without state.
     """
     if not isinstance(getattr(optimizer, "state", None), Mapping):
         raise TraceError(f"optimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
