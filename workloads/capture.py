@@ -56,6 +56,7 @@ from workloads.capturing.places import line_of, way_out
 from workloads.capturing.record import Recording
 from workloads.capturing.recorder import Recorder
 from workloads.capturing.reference import called, opened, sized
+from workloads.capturing.seeds import seeded
 from workloads.capturing.selections import Selected
 from workloads.capturing.substitute import fake_like, fake_module
 from workloads.capturing.sums import NOTE, sum_at_peak
@@ -268,6 +269,7 @@ def _on_a_gpu(
     with ExitStack() as stack:
         for context in (
             torch.compiler.set_stance("force_eager"),
+            seeded(recorder.assume),
             uncollected(),  # what a search frees, and when, would depend on everything that ran before
             mode,
             grouped_products(),
@@ -360,12 +362,12 @@ def capture_from_reference(reference: str, sizes: Mapping[str, Any] | None = Non
     rates = {"samples": sizes["batch"]} if "batch" in sizes else {}
     if len(sizes.keys() & {"batch", "sequence"}) == 2:
         rates["tokens"] = sizes["batch"] * sizes["sequence"]
-    with opened(reference) as loaded, cuda_autocast(_unnoted):
+    with opened(reference) as loaded, cuda_autocast(_unnoted), seeded(_unnoted):
 
         def build() -> Any:
             function = loaded()
             found = called(function, reference, sizes)
-            if isinstance(found, Mapping) or callable(found):
+            if callable(found) or (isinstance(found, Mapping) and not _are_results(found)):
                 return found
             return partial(function, **sized(function, reference, sizes))
 
@@ -377,12 +379,21 @@ def capture_from_reference(reference: str, sizes: Mapping[str, Any] | None = Non
     return with_facts(trace, **sizes)
 
 
+def _are_results(found: Mapping[Any, Any]) -> bool:
+    """Whether a dict has what a step returns (its loss, its accuracy) and does not describe one."""
+    tensor = _torch().Tensor
+    return "module" not in found and all(isinstance(x, (int, float, str, tensor)) for x in found.values())
+
+
 def _described(loaded: Callable[[], Callable[..., Any]], reference: str, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of `capture` that a reference returns, with tensors that have their values."""
     with _named_errors(f"{reference!r}"), answered("cpu", _unnoted):
         given = called(loaded(), reference, sizes)
     if not isinstance(given, Mapping) or "module" not in given:
-        raise WorkloadError(f"{reference!r}: must return a dict with at least 'module', or the step")
+        raise WorkloadError(
+            f"{reference!r}: must return a dict with at least 'module', or the step; or be the step, which returns "
+            "nothing, or numbers and tensors"
+        )
     for key in given:
         if key not in ARGUMENTS:
             raise WorkloadError(f"{reference!r}: {key!r} is unknown{near(str(key), ARGUMENTS)}")

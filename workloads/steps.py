@@ -138,7 +138,10 @@ def _of_library(model: Any, axes: Mapping[str, Any], refused: NotBuiltIn) -> Tra
     if batch % parts:
         raise WorkloadError(f"micro_batches: {parts} does not divide batch {batch}")
     facts = [FORMAT, dict(values), name, taken, libraries]
-    trace = kept(facts, lambda: hugging_face(values, name, where, **taken))
+    try:
+        trace = kept(facts, lambda: hugging_face(values, name, where, **taken))
+    except WorkloadError as error:
+        raise WorkloadError(f"{refused}; and by transformers: {error}") from error
     return as_workload(trace, axes.get("stack") or "eager")
 
 

@@ -45,7 +45,8 @@ def layer_regions(index: TraceIndex, policy: str, every: int = 1) -> list[Region
     if not found:
         forward = np.flatnonzero(c.phase == FORWARD)
         what = f"{c.name[int(forward[0])]!r} and all others have none" if len(forward) else "there is no such op"
-        raise PolicyError(f"policy {policy!r} needs forward ops with a layer; {what}")
+        hint = " (capture: layers= says which modules are layers)" if "layer_names" in trace.meta else ""
+        raise PolicyError(f"policy {policy!r} needs forward ops with a layer; {what}{hint}")
     return sorted(found, key=lambda region: region.forward[0])
 
 

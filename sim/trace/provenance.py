@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sim.trace.chain import RECOMPUTED
 from sim.trace.graph import Trace
 from sim.trace.layers import has_layers
 from sim.trace.phases import BACKWARD
@@ -63,7 +64,11 @@ def lacks(trace: Trace) -> tuple[Lack, ...]:
 def workload_notes(trace: Trace) -> tuple[str, ...]:
     """Lines for the footer of a result: what was assumed of the workload, and what it lacks."""
     missing = (f"the workload has no {lack.what}: {lack.effect}" for lack in lacks(trace))
-    return *assumption_notes(trace.meta), *missing
+    count = trace.meta.get(RECOMPUTED)
+    own = (
+        (f"the step recomputes {count} ops by checkpoints of its own, which stay under every policy",) if count else ()
+    )
+    return *assumption_notes(trace.meta), *own, *missing
 
 
 def assumption_notes(meta: Mapping[str, Any]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from sim import load_profile, simulate  # noqa: E402
 from sim.analysis.peak_memory import home_peak  # noqa: E402
 from sim.measure.tracked import Tracked  # noqa: E402
 from workloads.capture import capture_from_reference  # noqa: E402
-from workloads.capturing import asked, cuda_calls, making  # noqa: E402
+from workloads.capturing import asked, cuda_calls, making  # noqa: E402, sums
 
 HEAD = """
 import contextlib
@@ -314,14 +314,14 @@ def step(batch=4):
 SCRIPTS = {
     # text, layers, what is assumed beside the GPU
     "a variational autoencoder": (VAE, 0, {asked.OUTSIDE}),
-    "a siamese network": (SIAMESE, None, {asked.OUTSIDE}),
+    "a siamese network": (SIAMESE, None, {asked.OUTSIDE, sums.NOTE.format(4 * 64 * 16 * 13 * 13)}),  # one weight twice
     "fast neural style": (STYLE, 2, {asked.OUTSIDE}),
     "preferences beside a frozen reference": (PREFERENCE, 4, {asked.OUTSIDE}),
     "accumulation, compiled, scaled, fused, averaged": (ACCUMULATED, 4, {making.COMPILED}),
     "a policy and its target": (Q_LEARNING, 0, set()),  # two models of a class are no layers of one
     "a diffusion network with an average": (DIFFUSION, 4, {asked.OUTSIDE}),
     "labels that are refilled": (RELABELLED, None, set()),
-    "batches cut from an array": (FROM_ARRAYS, None, {asked.OUTSIDE}),
+    "batches cut from an array": (FROM_ARRAYS, None, {asked.DRAWN_OUTSIDE}),
     "nodes split by masks": (SPLIT_NODES, None, {asked.OUTSIDE}),
     "images mixed by a module": (MIXED, None, {asked.MEAN}),
 }

@@ -1,7 +1,8 @@
 """What a step asks of values that fake tensors do not have: a loss to print, whether gradients overflowed.
 
 Outside the model's modules this decides on what is printed or skipped, and is answered as in a run where all goes well:
-every value is finite, no gradient has overflowed, and a number is 1. Inside a module it decides on what is computed,
+every value is finite, no gradient has overflowed, and a number is 1, or the mean of the integers among which it was
+drawn (the length of a sequence, the size of an image). Inside a module it decides on what is computed,
 and nothing is answered, with two exceptions. A batch's integers (ids, labels, masks) are taken to be 1, and what is
 compared with them, counted in them or selected by them is as it would be then. A random number that is looked at
 (whether a layer is dropped, which size an image gets, how far two images are mixed) is its mean. A number that a module
@@ -51,12 +52,15 @@ DRAWN_INSIDE: Mapping[str, Callable[[Any], int]] = {
 FOLLOWED = {*BETWEEN, *NEGATED, *KEPT, "clamp", "masked_fill", "sum"}
 UNCHANGED = ("_to_copy", "clone", "detach", "alias", "view")
 NAME, RANDOM, COUNT, NUMBER = "_tiersim_answer", "_tiersim_random", "_tiersim_count", "_tiersim_number"
+MEAN_OF = "_tiersim_mean"
+"""The mean of the integers among which a batch's were drawn, outside of modules."""
 FINITE = "all values are finite, and no gradient overflows"
 OUTSIDE = "a number that is read outside the model is 1"
 MEAN = "a random number that a module looks at is its mean"
+DRAWN_OUTSIDE = "a random integer that is read outside the model is the mean of those among which it is drawn"
 EQUAL = "the sequences of a batch are equally long"
 KEPT_NUMBER = "an integer that a module keeps is the number that it last stored, or 0"
-BATCH = "a batch's integers that a module looks at are 1"
+BATCH = "a batch's integers that are looked at are 1"
 
 
 def note(op: str, args: Any, out: Any, inside: bool) -> None:
@@ -72,6 +76,7 @@ def note(op: str, args: Any, out: Any, inside: bool) -> None:
             setattr(out, NUMBER, args[0].item())
     elif op in UNCHANGED and (count := getattr(args[0], COUNT, None)) is not None:
         setattr(out, COUNT, count)
+    _note_mean(op, args, out, inside)
     drawn = _mean(op, args, out, inside)
     known = drawn if drawn is not None else _known(op, args, out)
     if known is None:
@@ -81,6 +86,22 @@ def note(op: str, args: Any, out: Any, inside: bool) -> None:
         if hasattr(each, "fake_mode"):
             setattr(each, NAME, known)
             setattr(each, RANDOM, random)
+
+
+def _note_mean(op: str, args: Any, out: Any, inside: bool) -> None:
+    """Keep of a batch's integers the mean of those among which they were drawn, and of what is computed from them."""
+    mean = None
+    if op == "randint" and not inside:
+        mean = DRAWN_INSIDE[op](args)
+    elif op in KEPT or op in ("unbind", "split", "chunk"):
+        mean = getattr(args[0], MEAN_OF, None)
+    elif op in BETWEEN and len(args) > 1:
+        each = [x if type(x) is int else getattr(x, MEAN_OF, None) for x in args[:2]]
+        mean = BETWEEN[op](*each) if None not in each else None
+    if type(mean) is int:
+        for part in out if isinstance(out, (list, tuple)) else (out,):
+            if hasattr(part, "fake_mode") and _is_whole(part):
+                setattr(part, MEAN_OF, mean)
 
 
 def of_batch(tensor: Any) -> None:
@@ -145,6 +166,8 @@ def answer(tensor: Any, inside: bool) -> tuple[Any, str]:
     known = known_value(tensor)
     if known is not None and inside:
         return known, MEAN if getattr(tensor, RANDOM, False) else BATCH
+    if (mean := getattr(tensor, MEAN_OF, None)) is not None:
+        return mean, DRAWN_OUTSIDE
     if known is not None:
         return known, OUTSIDE if type(known) is int else FINITE
     if str(tensor.dtype) == "torch.bool":

@@ -2,12 +2,13 @@
 
 Tensors and modules that it sends to "cuda" stay where they are, and what it creates there is created in their place:
 fake tensors have no data, wherever they are. Synchronisation, statistics of memory, events and ranges of profilers do
-nothing. Gradient scalers that are created now are enabled, as they would be with a GPU.
+nothing. There is one stream: what a script puts on another one runs where it stands. Gradient scalers that are created
+now are enabled, as they would be with a GPU.
 
 A script that asks whether there is a GPU is told that there is one, which knows bf16; installed packages that ask are
 told the truth, since they would go on to ask it for more.
 
-Departs: streams are not answered.
+Departs: copies on a stream of their own take the device's time in the trace's order.
 """
 
 from __future__ import annotations
@@ -73,6 +74,41 @@ class Event:
         return 1.0
 
 
+class Stream:
+    """A `torch.cuda.Stream` that is the one that there is."""
+
+    device_index = stream_id = cuda_stream = priority = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, *_: Any, **__: Any) -> None:
+        """Nothing runs."""
+
+    wait_event = synchronize = wait_stream
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event, of which all is done."""
+        return Event() if event is None else event
+
+    def query(self) -> bool:
+        """All is done."""
+        return True
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class CUDAGraph:
+    """A `torch.cuda.CUDAGraph`, which can't be captured."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("a step that replays a CUDA graph has no ops to see: capture it without the graph")
+
+
 @contextmanager
 def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
     """Answer a script's calls of CUDA while the context lasts.
@@ -116,6 +152,8 @@ def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
         return module_to(self, *args, **kwargs)
 
     answers: dict[str, Any] = {**dict.fromkeys(NOTHING, _nothing), **dict.fromkeys(ZERO, _zero), "Event": Event}
+    answers |= {"Stream": Stream, "CUDAGraph": CUDAGraph, "current_stream": _stream, "default_stream": _stream}
+    answers |= {"set_stream": _nothing, "stream": _within, "graph": CUDAGraph}
     with ExitStack() as stack:
         for name, answer in answers.items():
             inner, _, name = name.rpartition(".")
@@ -127,6 +165,7 @@ def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
         common = import_module("torch.cuda.amp.common")
         stack.enter_context(patch.object(common, "amp_definitely_not_available", lambda: False))
         stack.enter_context(patch.object(torch.nn.Module, "to", to))
+        stack.enter_context(patch.object(tensor, "record_stream", _nothing))
         stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda self, device=None: self))
         stack.enter_context(Mode())
         yield
@@ -154,6 +193,15 @@ def _told(plain: Callable[..., Any], value: Any, assumed: Callable[[str], None])
 
 def _nothing(*_: Any, **__: Any) -> None:
     """No GPU has to be asked."""
+
+
+def _stream(*_: Any, **__: Any) -> Stream:
+    return Stream()
+
+
+def _within(stream: Any) -> Stream:
+    """What `torch.cuda.stream` enters, of None, too."""
+    return Stream()
 
 
 def _zero(*_: Any, **__: Any) -> int:

@@ -45,6 +45,14 @@ def called_of_torch() -> str:
     return name
 
 
+def is_of_autograd() -> bool:
+    """Whether autograd's engine calls an op itself: none of PyTorch's or a person's functions in Python does."""
+    frame = sys._getframe(1)
+    while frame is not None and _is_inside(frame.f_code.co_filename, OWN):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
 def open_frames() -> Iterator[tuple[str, int]]:
     """File name and line of the running frames that belong neither to PyTorch nor to this package, innermost first."""
     torch = str(Path(str(import_module("torch").__file__)).parent) + os.sep

@@ -70,6 +70,8 @@ class Recording:
 
     kernels: list[Kernel] = field(default_factory=list)
     storages: dict[int, Storage] = field(default_factory=dict)
+    summed: set[int] = field(default_factory=set)
+    """The kernels, by position, by which autograd itself adds up gradients."""
     folded: int = 0
     """Ops that only create another view of a storage, or touch no tensor."""
     mapped: dict[str, int] = field(default_factory=dict)

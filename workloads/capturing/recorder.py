@@ -23,7 +23,7 @@ from workloads.capturing.arithmetic import PACKED, executed_of, flops_of
 from workloads.capturing.calls import LayerCalls
 from workloads.capturing.kernels import counts_on_host
 from workloads.capturing.making import in_constructor
-from workloads.capturing.places import called_of_torch, line_of
+from workloads.capturing.places import called_of_torch, is_of_autograd, line_of
 from workloads.capturing.quick import QuickDispatch
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.capturing.selections import Selected, Selections, chosen, note_reduced, read
@@ -32,6 +32,8 @@ from workloads.importers.optrace import DTYPES
 
 IGNORED = ("prim", "profiler")
 ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"))
+OF_ONE_TYPE = frozenset(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution"))
+"""Products that PyTorch refuses where operands differ in type, but not under fake tensors."""
 OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"))
 LOOKUPS = frozenset(("embedding", "index", "index_select", "gather"))
 WHOLE = ("scaled_dot_product_attention", "dropout")
@@ -161,6 +163,7 @@ class Recorder:
         self.recording.kernels.clear()
         self.recording.mapped.clear()
         self.recording.assumed.clear()
+        self.recording.summed.clear()
         self.recording.folded = 0
         self.calls.settle()
         self.recording.parameters = sum(size for name, size in self._sizes.values() if self.calls.is_used(name))
@@ -504,6 +507,16 @@ class Recorder:
             f"op {func} in {where}{line}: {layout} tensors have no storage of their own; capture a variant with {way}"
         )
 
+    def _check_types(self, func: Any, args: Any) -> None:
+        """Raises WorkloadError for a product of tensors of different types."""
+        kinds = dict.fromkeys(_plain(x.dtype) for x in self._tensors_in(args) if x.dtype.is_floating_point)
+        if len(kinds) > 1:
+            line = f" at {place}" if (place := line_of()) else ""
+            raise WorkloadError(
+                f"op {func} in {self._where()}{line}: its operands are of the types {' and '.join(kinds)}, which "
+                "PyTorch refuses when it runs: cast one, or use torch.autocast"
+            )
+
     def _kept_in(self, tensor: Any) -> Any:
         """The integer that a module keeps in a buffer of one element, None for any other tensor."""
         if not self._stack or tensor.dtype.is_floating_point or tensor.layout != self.torch.strided:
@@ -530,6 +543,8 @@ class Recorder:
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         short = func._opname
         outputs = self._tensors_in((out,))
+        if short in OF_ONE_TYPE:
+            self._check_types(func, args)
         if not self.active:
             new = self._follow_new(outputs, short)
             if self._clock is not None and not self.updating and (new or self._written(func, args, kwargs)):
@@ -565,6 +580,8 @@ class Recorder:
         for i in reads if node is not None else ():
             if storages[i].role == "activation" and not storages[i].saved_for:
                 storages[i].saved_for = node.name()
+        if short == "add" and phase == "backward" and not self._stack and is_of_autograd():
+            self.recording.summed.add(len(self.recording.kernels))
         flops = flops_of(self.flops, func, args, kwargs, out)
         if func._overloadpacket.__name__ in PACKED:
             self.assume(AS_LONG)

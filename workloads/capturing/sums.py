@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from workloads.capturing.record import Kernel, Recording
+from workloads.capturing.record import Recording
 
 NOTE = "the peak is where two gradients meet: a real run adds them in place and may need up to {:,} bytes less"
 
@@ -12,7 +12,7 @@ NOTE = "the peak is where two gradients meet: a real run adds them in place and 
 def sum_at_peak(recording: Recording) -> int:
     """Bytes of the sum of two gradients that a step makes where it needs most memory, 0 where it makes none there.
 
-    Such a sum is one in backward of which an addend is as long as the result and is freed as it ends.
+    Such a sum is one that autograd makes itself, of which an addend is as long as the result and is freed as it ends.
     """
     kernels, storages = recording.kernels, recording.storages
     change = [0] * (len(kernels) + 1)
@@ -22,12 +22,8 @@ def sum_at_peak(recording: Recording) -> int:
             change[min(storage.freed, len(kernels) - 1) + 1] -= storage.bytes
     held = list(accumulate(change[: len(kernels)]))
     top = max(range(len(kernels)), key=held.__getitem__)
-    return _sum(recording, kernels[top], top)
-
-
-def _sum(recording: Recording, kernel: Kernel, index: int) -> int:
-    if kernel.op != "aten.add.Tensor" or kernel.phase != "backward" or kernel.recomputed or len(kernel.made) != 1:
+    if top not in recording.summed or len(kernels[top].made) != 1:
         return 0
-    result, *addends = (recording.storages[i] for i in (*kernel.made, *kernel.reads))
-    last = any(each.freed == index and each.made >= 0 and each.bytes == result.bytes for each in addends)
-    return result.bytes if last and len(addends) == 2 else 0
+    result, *addends = (storages[i] for i in (*kernels[top].made, *kernels[top].reads))
+    last = any(each.freed == top and each.made >= 0 and each.bytes == result.bytes for each in addends)
+    return result.bytes if last else 0
