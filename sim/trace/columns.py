@@ -344,12 +344,12 @@ def rows_of(start: NDArray[Any], ids: NDArray[Any]) -> list[tuple[int, ...]]:
     return [tuple(flat[a:b]) for a, b in pairwise(start.tolist())]
 
 
-def distinct(values: Ints) -> Ints:
+def distinct(values: A) -> A:
     """The different values, rising; `np.unique` builds a table of them first, which takes many times as long."""
     ordered = np.sort(values)
     is_new = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
-    found: Ints = ordered[is_new]
+    found: A = ordered[is_new]  # type: ignore[assignment]
     return found
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.trace.builder import TraceBuilder
+from sim.trace.columns import distinct
 from sim.trace.io_scan import Scan, Unusual
 from sim.trace.op import FUNCTIONS, KIND_CODE, PHASE_CODE, SPLITS
 from sim.trace.tensor import ROLE_CODE
@@ -179,7 +180,7 @@ def _take_ops(content: Content, table: Table | Scan) -> None:
     count = len(content.tensor_ids)
     reads, writes = table.ids("reads", count), table.ids("writes", count)
     produced = np.frombuffer(content.produced, np.uint8)
-    if len(np.unique(writes[0])) < len(writes[0]) or produced[writes[0]].any():
+    if len(distinct(writes[0])) < len(writes[0]) or produced[writes[0]].any():
         raise Unusual
     sparse = [(key, i, _checked(content, key, value)) for key in _SPARSE for i, value in table.sparse(key)]
     if any(key == "counted" and value <= numbers["flops"][i] for key, i, value in sparse):

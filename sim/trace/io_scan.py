@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.trace.columns import distinct
+
 Ints = NDArray[np.int64]
 NEWLINE, QUOTE, COMMA, COLON, OPEN, CLOSE, BEGIN, ZERO = (ord(sign) for sign in '\n",:[]{0')
 DIGITS = 18
@@ -47,9 +49,9 @@ class _Written:
         head = self._eight[start] & kept
         tail = np.where(length > 8, self._eight[np.maximum(end - 8, 0)], np.uint64(0))
         found: dict[str, Ints] = {}
-        for word in np.unique(head).tolist():
+        for word in distinct(head).tolist():
             rows = np.flatnonzero(head == word)
-            for rest in np.unique(tail[rows]).tolist():
+            for rest in distinct(tail[rows]).tolist():
                 alike = rows[tail[rows] == rest]
                 if int(length[alike].min()) != int(length[alike].max()):
                     raise Unusual

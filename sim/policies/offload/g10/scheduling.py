@@ -67,6 +67,7 @@ class Schedule:
         self._took = took.astype(np.float64)
         self._ends: list[int] = self.end.tolist()
         self._starts: list[int] = [0, *self._ends]  # the last one is the end of the iteration
+        self._over: Ints = np.maximum(self.load - vitality.capacity, 0)  # bytes above the capacity
         self._away: list[Ints] = [np.zeros(len(took), np.int64) for _ in vitality.levels]
         self._lanes = Lanes()
         self._clean: set[Period] = set()
@@ -74,7 +75,7 @@ class Schedule:
     @property
     def excess_bytes(self) -> int:
         """The most bytes above the capacity."""
-        return max(int(self.load.max(initial=0)) - self._vitality.capacity, 0)
+        return int(self._over.max(initial=0))
 
     @property
     def is_deep(self) -> bool:
@@ -154,8 +155,7 @@ class Schedule:
     def _area(self, trip: Trip) -> float:
         """The area above the capacity, in bytes times ns, that a trip takes away."""
         here = slice(trip.gone, trip.back)
-        over = np.minimum(np.maximum(self.load[here] - self._vitality.capacity, 0), trip.period.bytes)
-        return float(over @ self._took[here])
+        return float(np.minimum(self._over[here], trip.period.bytes) @ self._took[here])
 
     # ---- keeping account ---------------------------------------------------------------------
 
@@ -168,8 +168,10 @@ class Schedule:
 
     def _hold(self, trip: Trip, bytes: int) -> None:
         """So many more bytes are resident while a tensor would be away."""
-        self.load[trip.gone : trip.back] += bytes
-        self._away[trip.level][trip.gone : trip.back] -= bytes
+        here = slice(trip.gone, trip.back)
+        self.load[here] += bytes
+        self._over[here] = np.maximum(self.load[here] - self._vitality.capacity, 0)
+        self._away[trip.level][here] -= bytes
 
     def _prune(self, fixed: Collection[Period]) -> None:
         """Forget trips that others have made superfluous, the largest first."""
