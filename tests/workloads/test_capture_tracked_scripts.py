@@ -14,7 +14,7 @@ from sim import load_profile, simulate  # noqa: E402
 from sim.analysis.peak_memory import home_peak  # noqa: E402
 from sim.measure.tracked import Tracked  # noqa: E402
 from workloads.capture import capture_from_reference  # noqa: E402
-from workloads.capturing import asked, cuda_calls, making  # noqa: E402, sums
+from workloads.capturing import asked, cuda_calls, making, sums  # noqa: E402
 
 HEAD = """
 import contextlib
