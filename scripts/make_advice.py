@@ -2,7 +2,8 @@
 
 python scripts/make_advice.py            write the table from the data
 python scripts/make_advice.py --check    say whether it is current; exit status 1 where it is not
-python scripts/make_advice.py --measure  search first, whatever of the data is missing; hours
+python scripts/make_advice.py --measure  search first, whatever of the data is missing; hours; with --slower=3 on
+                                         processors of which other work takes two thirds
 
 The exhaustive search runs everything that `advise` promises to search, with each number of micro-batches, each run for
 up to `LIMIT_S`. It shares the simulator with `advise`, but none of its choices: neither order, bounds nor limits.
@@ -20,6 +21,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +33,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "advice.json"
 PAGE = ROOT / "docs" / "how-to" / "get-advice.md"
 LIMIT_S, WHOLE_S = 20, 6
-"""Seconds of wall-clock time that a run of the exhaustive search may take, on cut and on whole models."""
-SECONDS, SLOWER = 60, 3.5
-"""Seconds that users give `advise`; how many times as long it had on whole models, on processors with other work."""
+"""Seconds of processor time that a run of the exhaustive search may take, on cut and on whole models."""
+STEP = 0.01
+"""The part by which the exhaustive search asks for less memory."""
+SECONDS = 60
+"""Seconds that users give `advise`."""
 GPT: Mapping[str, Any] = {"model_type": "gpt2", "n_positions": 1024, "vocab_size": 50257}
 LLAMA2 = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 4096, "intermediate_size": 11008,
           "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
@@ -83,6 +88,34 @@ UNCUT: Mapping[str, Mapping[str, Any]] = {
 """Questions on whole models, as users ask them; all were looked at while the order of runs was written."""
 
 
+T5: Mapping[str, Any] = {"model_type": "t5", "d_model": 512, "d_ff": 2048, "d_kv": 64, "num_layers": 6, "num_heads": 8,
+                         "vocab_size": 32128, "decoder_start_token_id": 0}  # fmt: skip
+VIT: Mapping[str, Any] = {"model_type": "vit", "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12,
+                          "num_hidden_layers": 12, "image_size": 224, "patch_size": 16}  # fmt: skip
+LLAMA4 = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 8192,
+          "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+          "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
+MOE: Mapping[str, Any] = {**MIXTRAL2, "num_hidden_layers": 8, "num_local_experts": 8}
+
+UNSEEN: Mapping[str, Mapping[str, Any]] = {
+    "Llama 2 7B, state too large": {"model": "llama2-7b", "profile": "gh200", "batch": 1, "sequence": 2048, **WHOLE},
+    "Mixtral, 8 small layers, state too large": {"model": MOE, "profile": "h100", "batch": 4, "sequence": 1024,
+                                                 "budget": 11000000000, **WHOLE},
+    "ViT-base, 63 %": {"model": VIT, "profile": "mt3000_cluster", "batch": 32, "sequence": 1, "budget": 2300000000,
+                       **WHOLE},
+    "T5-small, 46 %": {"model": T5, "profile": "h100", "batch": 32, "sequence": 512, "budget": 10000000000, **WHOLE},
+    "GPT-2 medium, 6 layers, in micro-batches": {"model": MEDIUM6, "profile": "mt3000_cluster", "batch": 4,
+                                                 "sequence": 1024, "budget": 3000000000},
+    "GPT-2 medium, 6 layers, least memory": {"model": MEDIUM6, "profile": "gh200", "batch": 4, "sequence": 1024,
+                                             "goal": "memory"},
+    "BERT-large, 3 layers, fastest batch": {"model": BERT3, "profile": "h100", "sequence": 512, "budget": 1500000000,
+                                            **WHOLE},
+    "Llama 1B, 4 layers, state too large, in micro-batches": {"model": LLAMA4, "profile": "mt3000_survey", "batch": 2,
+                                                              "sequence": 1024, "budget": 5000000000},
+}  # fmt: skip
+"""Questions on models and machines that were not looked at while the search was written, each asked as users ask it."""
+
+
 def everything(policies: Mapping[str, Any]) -> list[str]:
     """The space that `advise` promises to search, written down once more. policies: name -> the policy."""
     state = {"weights", "gradients", "optimizer_state"}
@@ -111,7 +144,10 @@ def question_of(case: Mapping[str, Any], folder: Path) -> Any:
         made: dict[str, Any] = {"trace": str(folder / "step.trace.json.gz")}
     else:
         made = {"model": workload, **axes_of(case)}
-    return Question(made, case["profile"], budget=case.get("budget"))
+    goal = made.pop("goal", "throughput")
+    return Question(
+        {"batch": 1, **made} if "model" in made else made, case["profile"], budget=case.get("budget"), goal=goal
+    )
 
 
 def workload_of(case: Mapping[str, Any], folder: Path) -> Any:
@@ -133,33 +169,91 @@ def axes_of(case: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in case.items() if key not in left}
 
 
-def exhaustive(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The fastest of everything, with the number of runs by how they ended."""
-    from sim.advice.narrowing import divisions
-    from sim.advice.trials import micro_batches
-    from sim.policies import load, names
-    from sim.sweeps.execute import Job
+def exhaustive(case: Mapping[str, Any], folder: Path, advised: Mapping[str, Any]) -> dict[str, Any]:
+    """The best of everything by the goal of a case, with the number of runs by how they ended.
+
+    advised: what `advise` has chosen. For the goal `memory` everything is run with `STEP` less than that needs, and
+    once more from there, where something fits. The goal `batch` is not searched: a policy that splits the batch fits
+    any.
+    """
+    search = _least_memory if case.get("goal") == "memory" else _fastest
+    rows = search(case, question_of(case, folder), advised)
+    ended = Counter(str(row["status"]) for row in rows)
+    top = _top([row for row in rows if row["status"] == "ok"], case)
+    return {**(kept_of(top, case) if top else {}), "ended": dict(sorted(ended.items()))}
+
+
+def _fastest(case: Mapping[str, Any], asked: Any, advised: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    with closing(_pool()) as pool:
+        if "batch" in case or "net" in case:
+            return _run(case, asked, pool)
+        rows: list[Mapping[str, Any]] = []
+        for batch in (count for k in range(16) for count in sorted({1 << k, 3 << k >> 1})):
+            new = _run(case, asked.changed(batch=batch), pool)
+            rows += new
+            if not any(row["status"] == "ok" for row in new):
+                return rows
+        return rows
+
+
+def _least_memory(case: Mapping[str, Any], asked: Any, advised: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = []
+    least = advised["peak_bytes"]
+    with closing(_pool()) as pool:
+        while True:
+            new = _run(case, replace(asked, budget=int(least * (1 - STEP))), pool)
+            rows += new
+            if not (peaks := [row["peak_bytes"] for row in new if row["status"] == "ok"]):
+                return rows
+            least = min(peaks)
+
+
+def _pool() -> Any:
     from sim.sweeps.pool import Local, usable_cpus
 
+    return Local(usable_cpus(), bench="sim.advice.bench:Bench", keeps=True)
+
+
+def _run(case: Mapping[str, Any], asked: Any, pool: Any) -> list[Mapping[str, Any]]:
+    """The rows of everything, in each number of micro-batches; a run has `LIMIT_S` or `WHOLE_S` of processor time."""
+    from sim.advice.narrowing import divisions
+    from sim.policies import load, names
+    from sim.sweeps.execute import Job
+
     tried = everything({name: load(name) for name in names()})
+    limit_s = LIMIT_S if any(case is each for each in CASES.values()) else WHOLE_S
     rows: list[Mapping[str, Any]] = []
-    with closing(Local(usable_cpus(), keeps=True)) as pool:
-        for asked in divisions(question_of(case, folder)):
-            cells = asked.cells(tried, limit_s=LIMIT_S if isinstance(case.get("model"), Mapping) else WHOLE_S)
-            labels = {cell.id: cell.labels for cell in cells}
-            for id, outcome in pool.run([Job(cell.task, cell.group) for cell in cells]):
-                rows.append({**labels[id], **outcome["row"]})
-                print(f"  {len(rows)} runs", end="\r", file=sys.stderr, flush=True)
-    top = max((row for row in rows if row["status"] == "ok"), key=lambda row: float(row["samples_per_s"]))
-    ended = Counter(str(row["status"]) for row in rows)
+    for each in divisions(asked):
+        cells = each.cells(tried, limit_s=60 * limit_s)
+        labels = {cell.id: cell.labels for cell in cells}
+        for id, outcome in pool.run([Job({**cell.task, "stop_s": limit_s}, cell.group) for cell in cells]):
+            rows.append({**labels[id], **outcome["row"]})
+            print(f"  {len(rows)} runs", end="\r", file=sys.stderr, flush=True)
+    return rows
+
+
+def _top(rows: Sequence[Mapping[str, Any]], case: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    if case.get("goal") == "memory":
+        return min(rows, key=lambda row: int(row["peak_bytes"]), default=None)
+    return max(rows, key=lambda row: float(row["samples_per_s"]), default=None)
+
+
+def kept_of(top: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of the best run: its peak or its batch, too, where that was looked for."""
+    from sim.advice.trials import micro_batches
+
     kept = {"policy": top["policy"], "micro_batches": micro_batches(top), "samples_per_s": top["samples_per_s"]}
-    return {**kept, "ended": dict(sorted(ended.items()))}
+    if case.get("goal") == "memory":
+        kept["peak_bytes"] = top["peak_bytes"]
+    if "batch" not in case and "net" not in case:
+        kept["batch"] = top["batch"]
+    return kept
 
 
 def advised(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """What the search of advise chooses, how many runs that takes, and how much processor time."""
     from sim.advice.narrowing import Search
-    from sim.advice.trials import Trials, best, micro_batches
+    from sim.advice.trials import Trials, best
 
     asked, began = question_of(case, folder), time.process_time()
     with closing(Trials(3600.0, jobs=1)) as trials:
@@ -167,52 +261,61 @@ def advised(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     top = best(rows)
     assert top is not None
     spent = time.process_time() - began + resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    kept = {"policy": top["policy"], "micro_batches": micro_batches(top), "samples_per_s": top["samples_per_s"]}
-    return {**kept, "runs": len(rows), "processor_s": round(spent, 1)}
+    return {**kept_of(top, case), "runs": len(rows), "processor_s": round(spent, 1)}
 
 
-def asked_as_users_do(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def asked_as_users_do(case: Mapping[str, Any], folder: Path, slower: float) -> dict[str, Any]:
     """What `advise` answers in two processes, after how many runs and how much processor time.
 
-    It has `SECONDS` on the clock, `SLOWER` times as many as users have, and no more processor time than they would have
-    on two free processors, since the machine gave it that much less.
+    It has `slower` times `SECONDS` on the clock, and no more processor time than users would have in `SECONDS` on two
+    free processors, since the machine gave it that much less.
     """
     from sim.advice import advise
-    from sim.advice.trials import micro_batches
 
     def spent() -> float:
         return time.process_time() + resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
 
     began, axes = spent(), axes_of(case)
     found = advise(
-        workload_of(case, folder), case["profile"], budget=case.get("budget"), jobs=2, seconds=SECONDS * SLOWER, **axes
+        workload_of(case, folder), case["profile"], budget=case.get("budget"), jobs=2, seconds=SECONDS * slower, **axes
     )
     top = found.best
     assert top is not None
-    kept = {"policy": top["policy"], "micro_batches": micro_batches(top), "samples_per_s": top["samples_per_s"]}
     took = spent() - began
     if took > 2 * SECONDS:
-        raise SystemExit(f"{took:.0f} s of processor time, more than two processors have in {SECONDS} s: lower SLOWER")
-    return {**kept, "runs": len(found.rows), "processor_s": round(took, 1)}
+        raise SystemExit(
+            f"{took:.0f} s of processor time, more than two processors have in {SECONDS} s: lower --slower"
+        )
+    return {**kept_of(top, case), "runs": len(found.rows), "processor_s": round(took, 1)}
 
 
-def measure(which: Sequence[str]) -> None:
-    """Search wherever the data has nothing, and keep what was found after each."""
+def measure(which: Sequence[str], slower: float) -> None:
+    """Search wherever the data has nothing, and keep what was found after each. slower: see `asked_as_users_do`."""
     kept = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
     for name in which:
-        entry = kept.setdefault(name, {})
-        searches = {"advised": advised if name in CASES else asked_as_users_do, "exhaustive": exhaustive}
+        entry, case = kept.setdefault(name, {}), {**CASES, **UNCUT, **UNSEEN}[name]
+        ours = advised if name in CASES else partial(asked_as_users_do, slower=slower)
+        searches = {"advised": ours, "exhaustive": partial(exhaustive, advised=entry.get("advised"))}
         for key, search in searches.items():
             if key not in entry:
                 print(name, key, file=sys.stderr)
                 with tempfile.TemporaryDirectory() as folder:
-                    entry[key] = search({**CASES, **UNCUT}[name], Path(folder))
+                    entry[key] = search(case, Path(folder))
                 DATA.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 def lag(entry: Mapping[str, Any]) -> float:
-    """How much slower the choice is than the fastest of everything, as a fraction; 0 where it is as fast."""
-    return max(0.0, 1 - entry["advised"]["samples_per_s"] / entry["exhaustive"]["samples_per_s"])
+    """How far the choice is from the best of everything, as a fraction; 0 where it is as good.
+
+    By how much fewer samples per second it has, or how much more memory it needs where the least was asked for. Where
+    nothing fits what would be better, the exhaustive search has no best run.
+    """
+    ours, best = entry["advised"], entry["exhaustive"]
+    if "policy" not in best:
+        return 0.0
+    if "peak_bytes" in best:
+        return float(max(0.0, ours["peak_bytes"] / best["peak_bytes"] - 1))
+    return float(max(0.0, 1 - ours["samples_per_s"] / best["samples_per_s"]))
 
 
 def complete(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,15 +324,15 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page(text: str, data: Mapping[str, Any]) -> str:
-    """The page with its two tables."""
-    for mark, cases in (("exhaustive", CASES), ("whole", UNCUT)):
+    """The page with its tables."""
+    for mark, cases in (("exhaustive", CASES), ("whole", UNCUT), ("unseen", UNSEEN)):
         text = replaced(text, table(data, cases), mark)
     return text
 
 
 def table(data: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]]) -> str:
     """What was found, a row per question."""
-    lines = ["| question | advised | after | slower by | the best of all | of |",
+    lines = ["| question | advised | after | short by | the best of all | of |",
              "| --- | --- | ---: | ---: | --- | ---: |"]  # fmt: skip
     found = complete(data)
     for name in (name for name in cases if name in found):
@@ -239,23 +342,27 @@ def table(data: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]]) -> st
         late = best["ended"].get("timed_out", 0)
         ended = f", {late} of them ended" if late else ""
         after = f"{ours['runs']} runs, {ours['processor_s']:.0f} s"
+        top = _said(best) if "policy" in best else "none is better"
         lines.append(
             f"| {name} on `{cases[name]['profile']}` | {_said(ours)} | {after} | "
-            f"{100 * lag(entry):.2g} % | {_said(best)} | {runs:,} runs{ended} |"
+            f"{100 * lag(entry):.2g} % | {top} | {runs:,} runs{ended} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def _said(found: Mapping[str, Any]) -> str:
     count = found["micro_batches"]
-    return f"`{found['policy']}`" + (f" in {count} micro-batches" if count > 1 else "")
+    peak = f", {found['peak_bytes'] / 1e9:.3g} GB" if "peak_bytes" in found else ""
+    batch = f", batch {found['batch']}" if "batch" in found else ""
+    return f"`{found['policy']}`" + (f" in {count} micro-batches" if count > 1 else "") + peak + batch
 
 
 def main() -> None:
     """Measure where asked, write the table, or check it."""
     if "--measure" in sys.argv:
         named = [word for word in sys.argv[1:] if not word.startswith("--")]
-        measure(named or [*CASES, *UNCUT])
+        given = [float(word.partition("=")[2]) for word in sys.argv[1:] if word.startswith("--slower=")]
+        measure(named or [*CASES, *UNCUT, *UNSEEN], given[0] if given else 1.0)
     text = PAGE.read_text(encoding="utf-8")
     new = page(text, json.loads(DATA.read_text(encoding="utf-8")))
     if "--check" not in sys.argv:
