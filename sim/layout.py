@@ -34,7 +34,6 @@ from sim.rewrites.zero import LEVELS, shard
 from sim.stage_balance import balanced, by_latency
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
-from sim.trace.tensor import ROLE_CODE
 from sim.units import parse_bytes
 
 BALANCED, DAPPLE = "balanced", "dapple"
@@ -331,7 +330,6 @@ def _laid_out(
     check_division(trace, layout.tp, layout.sequence_parallel, layout.cp)
     check_context(trace, layout.cp)
     check_experts(trace, layout.ep)
-    _check_copies(trace, layout)
     if layout.layers == BALANCED and layout.pp > 1:
         ranks = layout.dp * layout.tp * layout.cp
         layout = replace(layout, layers=balanced(trace, machine, layout.parts, ranks, layout.micro_batches))
@@ -354,19 +352,6 @@ def _laid_out(
     sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)
     return sharded, placed(machine, layout.pp, layout.dp, **axes)
-
-
-def _check_copies(trace: Trace, layout: Layout) -> None:
-    """Raise LayoutError where weights that ops make of others, copies in 8 bits, would have to be divided."""
-    c = trace.tensor_columns
-    made = (c.role == ROLE_CODE["weight"]) & (trace.producer >= 0) & (c.replaces < 0)
-    if not made.any():
-        return
-    name = c.name[int(made.argmax())]
-    if layout.zero == 3:
-        raise LayoutError(f"zero: copies of weights, such as {name!r}, are not divided at level 3; nearest: 2")
-    if layout.ep > 1:
-        raise LayoutError(f"ep: products with copies of weights, such as {name!r}, are not dealt; nearest: 1")
 
 
 def _check_samples(trace: Trace, layout: Layout) -> None:

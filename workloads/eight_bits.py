@@ -17,8 +17,8 @@ Inference: weights lie in memory in 8 bits; the input is quantised before each p
 Departs: an iteration begins without the 8-bit copies of weights, which are there after its first forward pass; scales
 and histories of maxima (some numbers per tensor, or per column of a stored weight) take neither memory nor time; a
 quantising kernel joins a fused one only where the stack fuses (`workloads.stacks`). Where sequence parallelism divides
-tokens, gradients are gathered with their transposes, of which one would do. Replicas divide neither the copies of
-weights (ZeRO 3) nor experts that multiply in 8 bits; both are refused.
+tokens, gradients are gathered with their transposes, of which one would do; so are rows that go to experts on other
+replicas, in 8 bits. Under ZeRO 3 each replica keeps its part of the copies, as of the weights (`sim.rewrites.zero`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ following identities are used:
   part of all its reads, or the whole of some.
 - An op that stands for a share of o `Along` a dimension needs one that o can be divided along
   (`sim.rewrites.dimensions`). It must find that share of tensors with the dimension, or all of them, and all of tensors
-  without it, or, where o is linear in its reads, the same term of each; a read that o only holds may be any share.
+  without it, or, where o is linear in its reads, the same term of each; a read that o only holds may be any share,
+  and at the experts the rows of the tokens' rank.
   Its results are o's shares where they have the dimension, terms of a sum where o sums over it, else o's results.
   Attention by tokens finds all keys and values, and has a term of their gradients; block by block it finds those of a
   share, and has a term of all its results (`sim.rewrites.ring_attention`). A loss finds what its rows need to
@@ -75,6 +76,7 @@ from sim.trace.origin import (
     Rowwise,
     Same,
     Slots,
+    has_experts,
     leaves,
     map_leaves,
 )
@@ -530,8 +532,13 @@ class _Check:
         suffices = self.sufficient(leaf, have)
         shares = {_inside(x) for x in have if isinstance(x, Along)}
         used = operands(self.dims.ops[leaf.id]) if shares else ()
+        held: set[int] = set()
+        if has_experts(self.origin.ops[op]):  # which may be rows of the tokens' rank
+            held = set(base.reads(leaf.id)).difference(operands(self.dims.ops[leaf.id]))
         for t in base.reads(leaf.id):
             if t in suffices or (shares and t not in used and Same(t, leaf.iteration) in shares):
+                continue
+            if t in held and any(Same(t, leaf.iteration) in leaves(claim) for claim in claims):
                 continue
             if only is not None and t not in only:
                 continue

@@ -17,6 +17,9 @@ after their last reader, and one that is not gathered again leaves no part in a 
 a weight that autograd saved (autocast), the weight itself is gathered none the less, since the hooks of DeepSpeed and
 FSDP gather a module's weights before its backward whoever reads them; it is freed after the layer's last op. The casts
 stay, since autograd holds them; FSDP's own mixed precision, to which `mixed_bf16` is nearest here, avoids that.
+Copies of weights in 8 bits (`workloads.eight_bits`) are made of a replica's part and gathered in place of the weight, a
+byte per element and pass, as torchao's `enable_fsdp_float8_all_gather`; for backward that is the transposed copy. The
+exchange of scales, a number per weight, is left out.
 """
 
 from __future__ import annotations
@@ -84,6 +87,8 @@ class _Sharding:
 
     experts: the tensors and ops of which each replica has a share of the experts; they are divided among the `groups`
         replicas that have the same.
+    copying: per copy of a weight in 8 bits the op that makes it. At level 3 each replica copies its part of the weight,
+        once, and the copies are gathered in its place.
     parts: of which tensors there is only a part.
     ids: the new tensor, or the part, by old id.
     whole: of an updated weight the gathered one, by old id.
@@ -101,6 +106,8 @@ class _Sharding:
         every = (trace.origin.tensors, trace.origin.ops) if trace.origin else ((), ())
         self.of_experts, self.ops_of_experts = ({i for i, e in enumerate(some) if has_experts(e)} for some in every)
         self.glue = {op for op, expr in enumerate(origin) if isinstance(expr, Glue)}
+        self.copying: dict[int, int] = {}
+        self.copied: set[int] = set()  # the ops among them that have been written
         self.parts = self._sharded()
         self.ids: list[int] = []
         self.whole: dict[int, int] = {}
@@ -115,9 +122,19 @@ class _Sharding:
             if producer[t] < 0 and (role[t] == STATE or (self.level == 3 and role[t] == WEIGHT)) and self._count(t) > 1
         }
         for op in self.ops:
+            if self.level == 3 and self._copies(op, found):
+                self.copying |= dict.fromkeys(op.writes, op.id)
+        found.update(self.copying)
+        for op in self.ops:
             if _among_replicas(op) or self._updates(op) or (op.id in self.glue and found.intersection(op.reads)):
                 found.update(op.writes)
         return found
+
+    def _copies(self, op: Op, parts: set[int]) -> bool:
+        """Whether an op makes copies of a weight of which there are parts, which are weights themselves and stay."""
+        roles = {self.tensors[t].role for t in op.writes}
+        own = bool(op.reads) and parts.issuperset(op.reads) and op.phase == "forward" and op.kind == "elementwise"
+        return own and roles == {"weight"} and all(self.tensors[t].replaces is None for t in op.writes)
 
     def _updates(self, op: Op) -> bool:
         ranks = self.among[self._axis(op.id, self.ops_of_experts)]
@@ -171,18 +188,10 @@ class _Sharding:
             size = sum(self.tensors[t].bytes for t in op.reads)
             name = op.name.replace("all_reduce", "reduce_scatter")
             self.new.op(op, name=name, group=name, reads=reads, writes=writes, ring=ring, bytes=sent(size, ring))
+        elif not self.copying.keys().isdisjoint(op.writes):
+            self._copy(op)
         elif self._updates(op):
-            ranks = self.among[self._axis(op.id, self.ops_of_experts)]
-            self.new.op(
-                op,
-                Part(Same(op.id), 0, 1, ranks),
-                reads=reads,
-                writes=writes,
-                flops=slice_of(op.flops, 0, 1, ranks),
-                bytes=None if op.bytes is None else slice_of(op.bytes, 0, 1, ranks),
-                workspace=-(-op.workspace // ranks),
-                duration=None if op.duration is None else -(-op.duration // ranks),
-            )
+            self._add_part(op, reads, writes)
             fresh = [t for t in op.writes if self.tensors[t].role == "weight"] if self.level < 3 else []
             if fresh:
                 self._gather_updated(op, fresh)
@@ -191,6 +200,26 @@ class _Sharding:
             self.new.op(op, reads=reads, writes=writes, bytes=sent(size, op.ring))
         else:
             self.new.op(op, reads=reads, writes=writes)
+
+    def _add_part(self, op: Op, reads: list[int], writes: list[int]) -> None:
+        """An op on this replica's parts alone."""
+        ranks = self.among[self._axis(op.id, self.ops_of_experts)]
+        self.new.op(
+            op,
+            Part(Same(op.id), 0, 1, ranks),
+            reads=reads,
+            writes=writes,
+            flops=slice_of(op.flops, 0, 1, ranks),
+            bytes=None if op.bytes is None else slice_of(op.bytes, 0, 1, ranks),
+            workspace=-(-op.workspace // ranks),
+            duration=None if op.duration is None else -(-op.duration // ranks),
+        )
+
+    def _copy(self, op: Op) -> None:
+        """Copy the part of a weight, where that has not been done for a gather before."""
+        if op.id not in self.copied:
+            self.copied.add(op.id)
+            self._add_part(op, [self.ids[t] for t in op.reads], [self.ids[t] for t in op.writes])
 
     def _gather_updated(self, op: Op, fresh: list[int]) -> None:
         """The new weights in place of the old ones, from the parts that each replica has updated."""
@@ -231,8 +260,9 @@ class _Sharding:
         before: dict[int, list[_Gather]] = {}  # per device, in order
         held: dict[int, dict[int, _Gather]] = {}  # per device, gathered weights that were not freed
         for run in layer_runs(self.trace, [op.id for op in self.ops if phase[op.id] != UPDATE]):
-            operands = dict.fromkeys(t for op in run for t in self.trace.reads(op))
-            read = [t for t in operands if t in self.parts and producer[t] < 0]
+            reading = (op for op in run if self.copying.keys().isdisjoint(self.trace.writes(op)))
+            operands = dict.fromkeys(t for op in reading for t in self.trace.reads(op))
+            read = [t for t in operands if t in self.parts and (producer[t] < 0 or t in self.copying)]
             of_casts = dict.fromkeys(w for t in operands for w in casts.get(t, ()) if phase[run[0]] == BACKWARD)
             unread = [t for t in of_casts if t not in operands]
             if read or unread:
@@ -267,6 +297,8 @@ class _Sharding:
     def _gather(self, gather: _Gather, at: Op) -> None:
         first = self.ops[gather.first]
         for t in gather.weights:
+            if t in self.copying:
+                self._copy(self.ops[self.copying[t]])
             tensor = self.tensors[t]
             name = f"{tensor.name}.for.{first.name}"
             gather.whole[t] = self.new.tensor(tensor, Same(t), name=name, role="temporary", replaces=None)

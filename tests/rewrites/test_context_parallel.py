@@ -244,8 +244,6 @@ def test_any_mixture_computes_the_same(
     config: dict, precision: str, skew: float, ranks: tuple, tokens: dict, layout: dict
 ) -> None:
     base = transformer(config, batch=8, sequence=16, precision=precision, attention="flash", routing_skew=skew)
-    if precision == "mixed_fp8":  # its copies of weights are not dealt
-        ranks, layout = (ranks[0], 1), {**layout, "zero": min(layout["zero"], 2)}
     trace, _ = lay_out(base, "a100_80_sxm", {"dp": ranks[0], "ep": ranks[1], **tokens, **layout})
     assert {each.what for each in departures(trace, base)} <= {"repeated"}
     assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
