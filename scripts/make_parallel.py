@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "parallel.json"
 PAGE = ROOT / "docs" / "parallel.md"
-TABLES = ("korthikanti", "megatron", "schedules")
+TABLES = ("korthikanti", "megatron", "schedules", "experts", "machines", "policies", "context", "zero")
 sys.path.insert(0, str(ROOT))
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.parallel_page.measure import Job, published
+from scripts.parallel_page.inside import BUDGETS, LONG, MACHINES, POLICIES, SCHEDULES
+from scripts.parallel_page.inside_text import PRINTED_ZERO
+from scripts.parallel_page.measure import MODELS, Job, published
 from scripts.parallel_page.text import page
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -49,3 +51,30 @@ def test_few_stages_and_microbatches_stand_for_many(stages, chunks, microbatches
     whole, extended = job.run(), job.extended()
     assert extended[0] == pytest.approx(whole[0], rel=0.01)
     assert extended[1] == pytest.approx(whole[1], rel=0.01)
+
+
+def test_every_cell_inside_was_measured():
+    assert [row["schedule"] for row in ROWS["experts"]] == list(SCHEDULES)
+    assert {row["profile"] for row in ROWS["machines"]} == {*MACHINES}
+    assert len(ROWS["machines"]) == len(MACHINES) * (len(MODELS) + 1)
+    assert [(row["schedule"], row["policy"]) for row in ROWS["policies"]] == [(s, p) for s in BUDGETS for p in POLICIES]
+    ways = [(tokens, ring) for _ in range(2) for tokens in LONG for ring in (False, True)]
+    assert [(row["tokens"], row["ring_attention"]) for row in ROWS["context"]] == ways
+
+
+def test_zeros_table_is_reproduced():
+    """By its formula, 2 P, 2 P and 12 P bytes, and as printed, to its digits."""
+    for row in ROWS["zero"]:
+        d = row["replicas"]
+        wanted = [16, 4 + 12 / d, 2 + 14 / d, 16 / d]
+        found = [row[f"level_{level}"] for level in range(4)]
+        assert found == pytest.approx([7.5 * each for each in wanted], abs=0.002)
+        assert found[1:] == pytest.approx(PRINTED_ZERO[d], abs=0.06)
+
+
+def test_blocks_expose_less_than_gathers_wherever_they_were_measured():
+    found = {(row["profile"], row["tokens"], row["ring_attention"]): row for row in ROWS["context"]}
+    for (profile, tokens, ring), row in found.items():
+        if ring:
+            assert row["seconds"] < found[profile, tokens, False]["seconds"]
+            assert row["peak_gib"][0] <= found[profile, tokens, False]["peak_gib"][0]

@@ -107,8 +107,12 @@ def measure(
     old: Mapping[str, Sequence[Row]], only: Sequence[str], save: Callable[[dict[str, list[Row]]], None]
 ) -> dict[str, list[Row]]:
     """All tables; those not named in `only`, where it names some, stay as they were."""
+    from scripts.parallel_page import inside
+
     rows = {key: list(part) for key, part in old.items()}
-    for name, make in (("korthikanti", _korthikanti), ("megatron", _megatron), ("schedules", _schedules)):
+    makers = {"korthikanti": _korthikanti, "megatron": _megatron, "schedules": _schedules}
+    makers |= {name: getattr(inside, name) for name in ("experts", "machines", "policies", "context", "zero")}
+    for name, make in makers.items():
         if name in only or not only:
             rows[name] = []
             for row in make():

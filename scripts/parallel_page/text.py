@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from scripts.parallel_page import inside_text
 from scripts.parallel_page.measure import published
 
 Row = Mapping[str, Any]
 INTRODUCTION = """\
-# Many devices: schedules, and printed iterations beside simulated ones
+# Many devices: schedules, experts, machines, policies, and printed figures beside simulated ones
 
 Made by `python scripts/make_parallel.py` from docs/parallel.json: profile `a100_80_sxm`, models as Hugging Face writes
 them with fused kernels, 16-bit mixed precision, Adam in one kernel. No figure of the profile was chosen to fit. Kernels
@@ -40,6 +41,8 @@ def page(rows: Mapping[str, Sequence[Row]]) -> str:
     for row in rows.get("schedules", ()):
         peaks = " ".join(f"{peak:.0f}" for peak in row["peak_gib"])
         lines.append(f"| {row['model']} | `{row['schedule']}` | {row['seconds']:.2f} | {row['bubble']:.1%} | {peaks} |")
+    for part in (inside_text.experts, inside_text.machines, inside_text.policies, inside_text.context):
+        lines += ["", *part(rows)]
     for key, what in (("korthikanti", "recompute"), ("megatron", "gpus")):
         title = {
             "korthikanti": "Four models with and without recomputation",
@@ -66,7 +69,7 @@ def page(rows: Mapping[str, Sequence[Row]]) -> str:
         known = {row["model"] for row in rows.get(key, ())}
         left = [row[0] for row in published()[key] if row[0] not in known]
         lines += ["", f"Not measured yet: {', '.join(left)}."] if left else []
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *inside_text.zero(rows)]) + "\n"
 
 
 def _how(row: Row, what: str) -> str:
