@@ -9,7 +9,7 @@ import pytest
 from sim.analysis.peak_memory import home_peak
 from sim.conformance.replayed import run_policy
 from sim.conformance.suite import APPLIES, CHECKS
-from sim.errors import LayoutError, WorkloadError
+from sim.errors import WorkloadError
 from sim.experiment import simulate
 from sim.hardware.cost import flops_per_second
 from sim.hardware.profile import load_profile
@@ -156,15 +156,6 @@ def test_layouts_divide_it(layout):
     divided, _ = lay_out(trace, platform, layout)
     of_all = {op.dtype for op in divided.ops if op.kind == "matmul" and op.layer == 1}
     assert of_all == {"fp8"}
-
-
-@pytest.mark.parametrize(("config", "layout", "words"), [
-    (LLAMA, {"dp": 2, "zero": 3}, "zero: copies of weights, such as 'h0.attn.q.weight.fp8', are not divided"),
-    (EXPERTS, {"dp": 2, "ep": 2}, "ep: products with copies of weights"),
-])  # fmt: skip
-def test_layouts_that_would_divide_the_copies_are_refused(config, layout, words):
-    with pytest.raises(LayoutError, match=words):
-        lay_out(step(config), load_profile("h100", overrides={"devices": "8"}), layout)
 
 
 @pytest.mark.parametrize("stack", ["fused", "compiled"])

@@ -583,10 +583,7 @@ class Recorder:
         if short == "add" and phase == "backward" and not self._stack and is_of_autograd():
             self.recording.summed.add(len(self.recording.kernels))
         flops = flops_of(self.flops, func, args, kwargs, out)
-        if func._overloadpacket.__name__ in PACKED:
-            self.assume(AS_LONG)
-        if short == "mkldnn_rnn_layer" and args[-1]:  # it trains
-            self.assume(RESERVED)
+        self._assume_of(func, args)
         self.recording.kernels.append(
             Kernel(
                 op=str(func),
@@ -607,6 +604,13 @@ class Recorder:
         )
         if statistics:
             self._update_statistics(statistics, module, phase, layer, allocated[1:])
+
+    def _assume_of(self, func: Any, args: Any) -> None:
+        """Note what is assumed of a kernel."""
+        if func._overloadpacket.__name__ in PACKED:
+            self.assume(AS_LONG)
+        if func._opname == "mkldnn_rnn_layer" and args[-1]:  # it trains
+            self.assume(RESERVED)
 
     def _tensors_in(self, values: Iterable[Any]) -> list[Any]:
         """The tensors among an op's arguments or results, which nest as lists and tuples alone."""
