@@ -151,3 +151,16 @@ def step():
     )
     assert any(op.name.endswith("add") and trace.tensors[op.writes[0]].bytes == 4_000_000 for op in trace.ops)
     assert not [note for note in trace.meta["assumed"] if "two gradients meet" in note]
+
+
+def test_flex_attention_is_refused_with_the_way_out(tmp_path):
+    body = """
+from torch.nn.attention.flex_attention import flex_attention
+
+
+def step():
+    q = net[0](torch.rand(2, 4, 16, 32).cuda())
+    flex_attention(q, q, q).sum().backward()
+"""
+    with pytest.raises(WorkloadError, match=r"train\.py:\d+ .*: capture the step with scaled_dot_product_attention in"):
+        captured(tmp_path, body)

@@ -68,6 +68,8 @@ def way_out(error: BaseException) -> str:
     text = str(error).lower()
     if any(word in text for word in ("nccl", "process group", "process_group", "rendezvous", "world_size")):
         return "; capture the step of one process without torch.distributed, and simulate several with --dp"
+    if "flexattention" in text:
+        return "; flex_attention has no kernel here: capture the step with scaled_dot_product_attention in its place"
     if "uninitialized" in text:
         return "; a lazy module has no sizes before its first call: give them (nn.Linear for nn.LazyLinear)"
     return ""
