@@ -186,6 +186,16 @@ def test_what_allocates_its_result_itself_is_an_op_however_short_it_is_and_what_
     assert [trace.tensors[t].bytes for t in trace.ops[2].writes] == [64]
 
 
+def test_an_update_that_asks_for_its_counters_is_an_op_however_long_that_took(tmp_path: Path) -> None:
+    first = [call("aten::mm", 0, 5, **shapes([4, 4], [4, 4])), memory(1, 64, 1, 64)]
+    update = [call("aten::_fused_adamw_", 10, 40, **shapes([4, 4], [4, 4]))]
+    for i in range(4):
+        update += [call("aten::item", 12 + 8 * i, 7), call("aten::_local_scalar_dense", 13 + 8 * i, 5)]
+    trace = chrome(tmp_path, *first, *update)
+    assert [op.name.split("::")[1] for op in trace.ops] == ["mm", "_fused_adamw_"]
+    assert trace.ops[1].duration == 40_000
+
+
 def test_kernels_give_the_op_that_launched_them_its_time(tmp_path: Path) -> None:
     def launch(time: float, number: int) -> dict[str, Any]:
         args = {"correlation": number}

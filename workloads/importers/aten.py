@@ -22,6 +22,8 @@ SILENT = frozenset((*(f"aten::{name}" for name in _SILENT.split()), "detach", "d
 _CALLERS = "clone full full_like new_full new_ones new_zeros ones ones_like zero_ zeros zeros_like _to_copy"
 CALLERS = frozenset(f"aten::{name}" for name in _CALLERS.split())
 """Ops that only allocate and have another op (a copy, a fill) write, where they call one."""
+READ_OUT = ("aten::item", "aten::_local_scalar_dense")
+"""Ops that only hand a number to the program: what calls them (a fused optimizer, for its counters) works itself."""
 _WRAPPER = re.compile(r"^autograd::engine::|^torch::autograd::AccumulateGrad$|^\w+Backward\d+$")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workloads.importers.aten import CALLERS, is_silent, kind_of
+from workloads.importers.aten import CALLERS, READ_OUT, is_silent, kind_of
 from workloads.importers.optrace import PRODUCTS
 
 MAIN = (*PRODUCTS, "norm")
@@ -23,7 +23,7 @@ class Call:
     is_op: whether it is an op, not an annotation.
     parent, root: positions of the enclosing call and of the outermost op, -1 for none.
     silent: it runs no kernel, nor do its calls.
-    longest: ns of the longest op that it calls.
+    longest: ns of the longest op that it calls, but for what hands a number to the program.
     is_main: it is a product, a convolution, attention or a norm, and does not call another one for it.
     allocates: memory is allocated in its own time, in none of its calls.
     """
@@ -122,7 +122,7 @@ def nest(calls: list[Call]) -> None:
             above = calls[call.parent]
             wraps[call.parent] |= named or wraps[i]
             above.silent = above.silent and call.silent
-            if not call.silent:
+            if not call.silent and call.name not in READ_OUT:
                 above.longest = max(above.longest, call.end - call.start, 1)
 
 
