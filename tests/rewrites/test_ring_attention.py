@@ -25,7 +25,7 @@ from sim.rewrites.tensor_parallel import divide_layers, divide_tokens
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Op
-from tests.rewrites.test_expert_parallel import MIXTRAL
+from tests.rewrites.test_expert_parallel import MIXTRAL, claiming
 from tests.rewrites.test_replicas import GB, line, named, op_named, peaks, reading, rebuilt
 from tests.rewrites.test_schedules import FAMILIES
 from tests.rewrites.test_tensor_parallel import among
@@ -345,16 +345,7 @@ def test_a_product_that_is_said_to_be_two_is_missing() -> None:
     trace = divide_tokens(step(), 4, ring=True)
     assert trace.origin is not None
     second = blocks_of(trace, "h0.attn.core")[1]
-    claims = list(trace.origin.ops)
-    claims[second.id] = replace(claims[second.id], first=0, stop=1)
-    lying = Trace(
-        trace.tensor_columns,
-        trace.op_columns,
-        outputs=trace.outputs,
-        carry=trace.carry,
-        meta=trace.meta,
-        origin=replace(trace.origin, ops=tuple(claims)),
-    )
+    lying = claiming(trace, second.id, replace(trace.origin.ops[second.id], first=0, stop=1))
     assert "wrong" in whats(lying)
 
 

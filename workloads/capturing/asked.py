@@ -48,7 +48,7 @@ DRAWN_INSIDE: Mapping[str, Callable[[Any], int]] = {
     "randint": lambda args: (sum([0, *(x for x in args if isinstance(x, int))][-2:]) - 1) // 2,  # from, up to but not
     "multinomial": lambda args: (args[0].shape[-1] - 1) // 2,
 }
-"""Ops by which a module draws an integer, and its mean from the op's arguments. Outside modules they make batches."""
+"""Ops that draw integers, and their mean from the arguments: what a module reads of one, or a script of a batch."""
 FOLLOWED = {*BETWEEN, *NEGATED, *KEPT, "clamp", "masked_fill", "sum"}
 UNCHANGED = ("_to_copy", "clone", "detach", "alias", "view")
 NAME, RANDOM, COUNT, NUMBER = "_tiersim_answer", "_tiersim_random", "_tiersim_count", "_tiersim_number"
