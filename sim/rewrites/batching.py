@@ -15,9 +15,12 @@ from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import PHASE_CODE, Op, Ring
 from sim.trace.origin import Expr, Microbatch, Same
+from sim.trace.series import Mark
 from sim.trace.tensor import ROLE_CODE, Tensor
 
 UPDATE = PHASE_CODE["update"]
+ALIKE = 4
+"""The first microbatch that may follow from two before it: those are the third and the fourth."""
 
 
 def batch_ops(trace: Trace) -> NDArray[np.bool_]:
@@ -197,33 +200,13 @@ class _Split:
 
     def run(self) -> tuple[Trace, list[tuple[int, int]]]:
         """The new trace, and `which`."""
-        for k in range(self.n):
-            self.current.clear()
-            self.exchanged.clear()
-            number = 0
-            for op in self.ops:
-                if self.reduced and (
-                    not self.splits[op.id]
-                    or self.buckets.ends(self.reduced[-1][1], op)
-                    or self.buckets.is_full(self.reduced, number)
-                ):
-                    self._reduce()
-                    number += 1
-                if self.splits[op.id]:
-                    self._in_microbatch(op, k)
-                elif self.repeated[op.id]:
-                    reads, writes = ([self.place(self.tensors[t], k) for t in ids] for ids in (op.reads, op.writes))
-                    self._undivided(op, name=f"{op.name}.mb{k}", reads=reads, writes=writes)
-                    self.which.append((op.id, k))
-                elif op.id in self.once:
-                    if k == self.n - 1:
-                        self._once(op)
-                elif k == (self.n - 1 if self.late[op.id] else 0):
-                    reads = [self.whole[t] if t in self.whole else self.place(self.tensors[t], k) for t in op.reads]
-                    self._undivided(op, reads=reads, writes=[self.place(self.tensors[t], k) for t in op.writes])
-                    self.which.append((op.id, k))
-            if self.reduced:
-                self._reduce()
+        k, marks = 0, list[Mark]()
+        while k < self.n:
+            marks.append(self.new.builder.mark())
+            if k == ALIKE and self.n > ALIKE + 1:
+                k += self._go_on(marks, k - 1, self.n - 1 - k)
+            self._microbatch(k)
+            k += 1
         self._concatenate()
         trace, whole = self.trace, self.whole
         for t in [*trace.outputs, *(t for pair in trace.carry for t in pair)]:
@@ -233,6 +216,58 @@ class _Split:
         outputs = [whole[t] for t in trace.outputs]
         which: dict[str, Any] = {"ranks": self.ranks, "dealt": self.dealt, "experts": self.members}
         return self.new.build(outputs=outputs, carry=carry, **which), self.which
+
+    def _microbatch(self, k: int) -> None:
+        """All that microbatch k runs, and what runs once with it."""
+        self.current.clear()
+        self.exchanged.clear()
+        number = 0
+        for op in self.ops:
+            if self.reduced and (
+                not self.splits[op.id]
+                or self.buckets.ends(self.reduced[-1][1], op)
+                or self.buckets.is_full(self.reduced, number)
+            ):
+                self._reduce()
+                number += 1
+            if self.splits[op.id]:
+                self._in_microbatch(op, k)
+            elif self.repeated[op.id]:
+                reads, writes = ([self.place(self.tensors[t], k) for t in ids] for ids in (op.reads, op.writes))
+                self._undivided(op, name=f"{op.name}.mb{k}", reads=reads, writes=writes)
+                self.which.append((op.id, k))
+            elif op.id in self.once:
+                if k == self.n - 1:
+                    self._once(op)
+            elif k == (self.n - 1 if self.late[op.id] else 0):
+                reads = [self.whole[t] if t in self.whole else self.place(self.tensors[t], k) for t in op.reads]
+                self._undivided(op, reads=reads, writes=[self.place(self.tensors[t], k) for t in op.writes])
+                self.which.append((op.id, k))
+        if self.reduced:
+            self._reduce()
+
+    def _go_on(self, marks: Sequence[Mark], k: int, count: int) -> int:
+        """Have as many microbatches follow the last two, k - 1 and k, if they differ in their number alone: how many.
+
+        That is so where the slices are equal. The first ones differ, since they accumulate nothing.
+        """
+        n = self.total * self.members
+        sliced = [t.bytes for t in self.tensors if self.rows[t.id]]
+        even = all(size % n == 0 for size in (*sliced, *(op.flops for op in self.ops if self.splits[op.id])))
+        before, between, end = marks[-3:]
+        if not even or not self.new.continue_series(before, between, k, count):
+            return 0
+        step = end.tensors - between.tensors
+
+        def later(tensor: int, further: int) -> int:
+            return tensor + further * step if tensor >= between.tensors else tensor
+
+        for pieces in (*self.slices.values(), *self.storages.values()):
+            pieces += [later(pieces[-1], i) for i in range(1, count + 1)]
+        self.sums = {t: later(total, count) for t, total in self.sums.items()}
+        last = self.which[between.ops :]
+        self.which += [(op, k + i) for i in range(1, count + 1) for op, _ in last]
+        return count
 
     def first(self, k: int) -> int:
         """The position of microbatch k of this replica's group among those of all."""

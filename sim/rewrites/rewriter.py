@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from sim.rewrites.holding import carry_releases, has_points
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.op import Op
-from sim.trace.origin import Expr, Glue, Origin, Same, first_same
+from sim.trace.origin import Expr, Glue, Origin, Same, continued, first_same
+from sim.trace.series import Mark
 from sim.trace.tensor import Tensor
 
 GLUE = Glue()
@@ -69,6 +71,21 @@ class Rewriter:
         """Add an op like one of the new trace; see `TraceBuilder.repeat_op`."""
         self._ops.append(stands_for)
         return self.builder.repeat_op(like, *fields)
+
+    def continue_series(self, before: Mark, between: Mark, number: int, count: int) -> bool:
+        """Add `count` further blocks like the last two; see `TraceBuilder.continue_series`."""
+        claims = []
+        for claimed, place in ((self._tensors, 0), (self._ops, 1)):
+            previous, last = claimed[before[place] : between[place]], claimed[between[place] :]
+            series = [continued(old, new, count) for old, new in zip(previous, last)]
+            if len(previous) != len(last) or not all(series):
+                return False
+            claims.append((claimed, chain.from_iterable(zip(*series))))
+        if not self.builder.continue_series(before, between, number, count):
+            return False
+        for claimed, more in claims:
+            claimed.extend(more)
+        return True
 
     def copier(self) -> Callable[[int, Sequence[int], Sequence[int], int], int]:
         """A function that adds a copy of an old op, given its id, with as many operands, by new ids, and a device."""

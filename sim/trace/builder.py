@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sim.errors import TraceError, near
 from sim.trace.graph import OpColumns, TensorColumns, Trace
 from sim.trace.op import AXES, FUNCTIONS, KIND_CODE, KINDS, PHASE_CODE, PHASES, Implementation, Op, Ring
+from sim.trace.series import Mark, NoSeries, Series
 from sim.trace.tensor import ROLE_CODE, ROLES
 
 if TYPE_CHECKING:
@@ -314,6 +315,39 @@ class TraceBuilder:
         if group:
             self._sparse["group"][row] = group
         return row
+
+    def mark(self) -> Mark:
+        """Where the rows to come begin."""
+        return Mark(len(self._tensors["name"]), len(self._ops["name"]), len(self._reads), len(self._writes))
+
+    def continue_series(self, before: Mark, between: Mark, number: int, count: int) -> bool:
+        """Append `count` further blocks like the last two, `before` to `between` and `between` to now.
+
+        number: of the last block, which its names and groups say in one place, as those of the one before say
+            `number - 1`. Whatever is equal in both stays; ids that are higher in the last by the length of a block go
+            on growing.
+        Returns whether the two are such a series; where they are none, nothing is appended.
+        """
+        try:
+            rows = Series(before, between, self.mark(), number, count)
+            tensors = rows.columns(self._tensors, 0, growing=("replaces",))
+            ops = rows.columns(self._ops, 1)
+            operands = [
+                (ids, start, rows.ids(ids, place), rows.numbers(np.diff(start[rows.first(1) :]), rows.length(1)))
+                for place, ids, start in ((2, self._reads, self._read_start), (3, self._writes, self._write_start))
+            ]
+            sparse = {key: rows.sparse(values, key) for key, values in self._sparse.items()}
+        except NoSeries:
+            return False
+        for own, more in ((self._tensors, tensors), (self._ops, ops)):
+            for key, column in more.items():
+                own[key].extend(column) if isinstance(column, list) else own[key].frombytes(column.tobytes())
+        for ids, start, more_ids, counts in operands:
+            ids.frombytes(more_ids.tobytes())
+            start.frombytes((start[-1] + np.cumsum(counts)).tobytes())
+        for key, values in sparse.items():
+            self._sparse[key].update(values)
+        return True
 
     def _repeat_sparse(self, keys: Sequence[str], like: int, row: int) -> None:
         for key in keys:

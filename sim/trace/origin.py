@@ -370,6 +370,22 @@ class Origin:
         )
 
 
+def continued(previous: Expr, last: Expr, count: int) -> list[Expr]:
+    """The `count` expressions that follow the last two of a series: of microbatches that go on, or of what stays.
+
+    [] where the two are of different things.
+    """
+    if previous == last:
+        return [last] * count
+    if isinstance(previous, Along) and isinstance(last, Along) and replace(previous, of=last.of) == last:
+        return [replace(last, of=of) for of in continued(previous.of, last.of, count)]
+    if not (isinstance(previous, Microbatch) and isinstance(last, Microbatch) and previous.count == last.count):
+        return []
+    of, n, first, stop = continued(previous.of, last.of, count), last.count, last.first, last.stop
+    on, longer = first - previous.first, stop - previous.stop
+    return [Microbatch(each, first + i * on, stop + i * longer, n) for i, each in enumerate(of, 1)]
+
+
 def has_experts(expr: Expr) -> bool:
     """Whether an expression is of a share of the experts."""
     while not isinstance(expr, Same | Glue | Fused | Packed):
