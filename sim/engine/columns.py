@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.log import Ints
-from sim.trace.columns import distinct
+from sim.trace.columns import distinct, slots_of
 from sim.trace.graph import Trace
 from sim.trace.liveness import freeable
 
@@ -30,9 +30,7 @@ class Operands(NamedTuple):
         """The operands of some runs, given by op and step: (step, tensor) of each entry."""
         if not len(ops):
             return steps, ops
-        count = np.diff(self.start)[ops]
-        skip = self.start[ops] - (np.cumsum(count) - count)
-        return np.repeat(steps, count), self.tensor[np.arange(int(count.sum())) + np.repeat(skip, count)]
+        return np.repeat(steps, np.diff(self.start)[ops]), self.tensor[slots_of(self.start, ops)]
 
 
 class TraceColumns:

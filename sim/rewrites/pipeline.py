@@ -14,7 +14,7 @@ from sim.rewrites.rewriter import Rewriter
 from sim.rewrites.schedules import DIVIDED, SCHEDULES, Unit, device_of, unit_orders
 from sim.rewrites.slots import Slot, split_updates
 from sim.rewrites.steps import Version, consecutive_steps, updated
-from sim.trace.columns import rows_of
+from sim.trace.columns import slots_of
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import PHASE_CODE, PHASES
 from sim.trace.origin import Same
@@ -278,28 +278,42 @@ class _Stages:
         device: list[int],
         versions: Sequence[Sequence[Version]],
     ) -> None:
-        stage = [device[q] for q in part]
+        ops, stage = trace.op_columns, [device[q] for q in part]
         stages = 1 + max(device, default=0)
         self.trace, self.stage, self.order, self.device, self.stages = trace, stage, order, device, stages
         self.new = Rewriter(trace, {"stages": stages})
         self.ids = self.new.all_tensors()
-        self.copy = self.new.copier()
+        self.copy = self.new.run_copier()
+        self.new_ids = np.array(self.ids)
         self.replaces = trace.tensor_columns.replaces.tolist()
-        self.reads = rows_of(trace.op_columns.read_start, trace.op_columns.read_ids)
-        self.home = [stage[p] if p >= 0 else -1 for p in trace.producer.tolist()]
-        self.wanted_by: list[set[int]] = [set() for _ in self.home]
-        position = {op: i for i, op in enumerate(op for _, ops in order for op in ops)}
-        for t, home in enumerate(self.home):
-            readers = trace.readers(t)
-            if home < 0 and readers:
-                early = [op for op in readers if trace.op_columns.phase[op] < 2]
-                self.home[t] = stage[early[0]] if early else stage[min(readers, key=position.__getitem__)]
-            self.wanted_by[t] = {stage[op] for op in readers} - {self.home[t]}
+        in_order = [op for _, own in order for op in own]
+        position = np.zeros(len(stage), np.int64)
+        position[in_order] = np.arange(len(in_order))
+        at = np.array(stage, np.int64)
+        home = np.where(trace.producer >= 0, at[trace.producer], -1)
+        for t in np.flatnonzero(trace.producer < 0).tolist():
+            if readers := trace.readers(t):
+                early = [op for op in readers if ops.phase[op] < 2]
+                home[t] = stage[early[0]] if early else stage[min(readers, key=position.__getitem__)]
+        self.home: list[int] = home.tolist()
+        reading = np.repeat(np.arange(len(stage)), np.diff(ops.read_start))
+        elsewhere = np.flatnonzero(at[reading] != home[ops.read_ids])
+        self.wanted_by: dict[int, set[int]] = {}
+        self.fetched: dict[int, list[int]] = {}
+        for op, t in zip(reading[elsewhere].tolist(), ops.read_ids[elsewhere].tolist()):
+            self.wanted_by.setdefault(t, set()).add(stage[op])
+            self.fetched.setdefault(op, []).append(t)
+        self.is_sent = np.zeros(len(home), np.bool_)
+        self.is_sent[list(self.wanted_by)] = True
+        # what is done with an op one by one: its results are sent, or take over what has been received
+        self.sends = {int(trace.producer[t]) for t in self.wanted_by if trace.producer[t] >= 0}
+        taking = self.is_sent[trace.tensor_columns.replaces] & (trace.tensor_columns.replaces >= 0)
+        self.takes = set(trace.producer[taking].tolist())  # -1: from the start
         self.received: dict[tuple[int, int], int] = {}
         for each in versions:
-            self._reuse(each, position)
+            self._reuse(each, position.tolist())
 
-    def _reuse(self, versions: Sequence[Version], position: Mapping[int, int]) -> None:
+    def _reuse(self, versions: Sequence[Version], position: Sequence[int]) -> None:
         """Write each version of a weight into the storage of the oldest one that nothing reads any more."""
         trace = self.trace
         ended = [max((position[op] for op in trace.readers(each.value)), default=-1) for each in versions]
@@ -315,7 +329,7 @@ class _Stages:
             if role[old] in PERSISTENT:
                 self.send(old, "forward")
                 continue
-            for s in sorted(self.wanted_by[old]):
+            for s in sorted(self.wanted_by.get(old, ())):
                 tensor = trace.tensors[old]
                 self.received[old, s] = self.new.tensor(tensor, name=f"{tensor.name}.stage{s}")
         ahead: list[deque[tuple[list[int], str]]] = [deque() for _ in range(self.stages)]
@@ -328,29 +342,42 @@ class _Stages:
             now = own.popleft()  # whose tensors have been received with those of the unit before, if there was one
             for unit_ops, its_phase in ((now,) if s not in begun else ()) + ((own[0],) if own else ()):
                 for op in unit_ops:
-                    for t in self.reads[op]:
+                    for t in self.fetched.get(op, ()):
                         self.receive(t, s, its_phase)
             begun.add(s)
-            for op in ops:
-                self.add(op, s, phase)
+            self.add(ops, s, phase)
         ids = self.ids
         carry = [(ids[a], ids[b]) for a, b in trace.carry]
         return self.new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
 
-    def add(self, op: int, s: int, phase: str) -> None:
-        ids, received, writes = self.ids, self.received, self.trace.all_writes[op]
-        reads = [received.get((t, s), ids[t]) for t in self.reads[op]]
-        for t in writes:
-            if (old := (self.replaces[t], s)) in received:
-                self.new.builder.take_over(ids[t], received[old])
-        self.copy(op, reads, [ids[t] for t in writes], s)
-        for t in writes:
-            if self.wanted_by[t]:
-                self.send(t, phase)
+    def add(self, ops: Sequence[int], s: int, phase: str) -> None:
+        """The ops of a unit, in runs between those whose results are sent."""
+        run = 0
+        for i, op in enumerate(ops):
+            if op in self.takes:
+                for t in self.trace.writes(op):
+                    if (old := (self.replaces[t], s)) in self.received:
+                        self.new.builder.take_over(self.ids[t], self.received[old])
+            if op in self.sends:
+                self.copy_run(ops[run : i + 1], s)
+                run = i + 1
+                for t in self.trace.writes(op):
+                    if t in self.wanted_by:
+                        self.send(t, phase)
+        self.copy_run(ops[run:], s)
+
+    def copy_run(self, ops: Sequence[int], s: int) -> None:
+        """Some ops of stage s, which read what it has received."""
+        c, run = self.trace.op_columns, np.array(ops, np.int64)
+        reads, writes = c.read_ids[slots_of(c.read_start, run)], c.write_ids[slots_of(c.write_start, run)]
+        new = self.new_ids[reads]
+        for i in np.flatnonzero(self.is_sent[reads]).tolist():
+            new[i] = self.received.get((int(reads[i]), s), new[i])
+        self.copy(run, new, self.new_ids[writes], s)
 
     def send(self, t: int, phase: str) -> None:
         name, layer = self.trace.tensor_columns.name[t], int(self.trace.tensor_columns.layer[t])
-        for s in sorted(self.wanted_by[t]):
+        for s in sorted(self.wanted_by.get(t, ())):
             fields = {"phase": phase, "layer": layer, "group": f"{name}.to{s}"}
             self.new.glue(f"{name}.send{s}", "send", [self.ids[t]], [], device=self.home[t], **fields)
 

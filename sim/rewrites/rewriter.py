@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.rewrites.holding import carry_releases, has_points
 from sim.trace.builder import TraceBuilder
@@ -21,6 +22,7 @@ from sim.trace.series import Mark
 from sim.trace.tensor import Tensor
 
 GLUE = Glue()
+Ints = NDArray[np.int64]
 
 
 class Rewriter:
@@ -94,6 +96,16 @@ class Rewriter:
         def copy(op: int, reads: Sequence[int], writes: Sequence[int], device: int) -> int:
             stand_for(same[op])
             return append(op, reads, writes, device)
+
+        return copy
+
+    def run_copier(self) -> Callable[[Ints, Ints, Ints, int], None]:
+        """The same for runs of old ops, by column; see `TraceBuilder.run_copier`."""
+        append, same, stand_for = self.builder.run_copier(self.trace.op_columns), self.old_ops, self._ops.extend
+
+        def copy(run: Ints, reads: Ints, writes: Ints, device: int) -> None:
+            stand_for([same[op] for op in run.tolist()])
+            append(run, reads, writes, device)
 
         return copy
 

@@ -27,6 +27,8 @@ COPIED = (
     *("function", "ring", "counted"),
 )
 _copied = attrgetter(*COPIED)
+SPARSE_OF_OPS = ("engine", "group", "alternatives", "splits", "function", "ring", "counted", "views")
+"""The fields that few ops have and that a copy of them has as well."""
 
 
 @dataclass
@@ -274,8 +276,7 @@ class TraceBuilder:
         numbers = (getattr(ops, key).tolist() for key in ("kind", "phase", "layer", "flops", "bytes", "workspace"))
         before = list(zip(ops.name, ops.dtype, *numbers))
         after = list(zip(*(getattr(ops, key).tolist() for key in ("priority", "duration", "random"))))
-        keys = ("engine", "group", "alternatives", "splits", "function", "ring", "counted", "views")
-        sparse = [(self._sparse[key], getattr(ops, key)) for key in keys if getattr(ops, key)]
+        sparse = [(self._sparse[key], getattr(ops, key)) for key in SPARSE_OF_OPS if getattr(ops, key)]
 
         def copy(op: int, reads: Sequence[int], writes: Sequence[int], device: int) -> int:
             row = len(self._ops["name"])
@@ -289,6 +290,32 @@ class TraceBuilder:
                 if op in theirs:
                     own[row] = theirs[op]
             return row
+
+        return copy
+
+    def run_copier(self, ops: OpColumns) -> Callable[[Ints, Ints, Ints, int], None]:
+        """A function that appends copies of a run of ops, given their ids, all they read and write, and a device.
+
+        The operands stand one after the other, as many as the ops have; `releases` and `unbinds` are not copied.
+        """
+        keys = ("kind", "phase", "layer", "flops", "bytes", "workspace", "priority", "duration", "random")
+        numbers = {key: getattr(ops, key).astype(np.int64) for key in keys}
+        counts = [np.diff(start) for start in (ops.read_start, ops.write_start)]
+        sparse = []
+        for key in SPARSE_OF_OPS:
+            if theirs := getattr(ops, key):
+                has = np.zeros(len(ops.name), np.bool_)
+                has[list(theirs)] = True
+                sparse.append((self._sparse[key], theirs, has))
+
+        def copy(run: Ints, reads: Ints, writes: Ints, device: int) -> None:
+            listed: list[int] = run.tolist()
+            own = {key: column[run] for key, column in numbers.items()} | {"device": np.full(len(run), device)}
+            names, dtypes = ([column[op] for op in listed] for column in (ops.name, ops.dtype))
+            per_read, per_write = (count[run].tolist() for count in counts)
+            first = self.extend_ops(names, dtypes, own, (reads, per_read), (writes, per_write))
+            for mine, theirs, has in sparse:
+                mine.update((first + i, theirs[listed[i]]) for i in np.flatnonzero(has[run]).tolist())
 
         return copy
 

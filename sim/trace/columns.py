@@ -344,6 +344,14 @@ def rows_of(start: NDArray[Any], ids: NDArray[Any]) -> list[tuple[int, ...]]:
     return [tuple(flat[a:b]) for a, b in pairwise(start.tolist())]
 
 
+def slots_of(start: NDArray[Any], rows: Ints) -> Ints:
+    """Where the values of some rows of a table in CSR form are, one row after the other."""
+    count = start[rows + 1] - start[rows]
+    skip = start[rows] - (np.cumsum(count) - count)
+    places: Ints = np.arange(int(count.sum())) + np.repeat(skip, count)
+    return places
+
+
 def distinct(values: A) -> A:
     """The different values, rising; `np.unique` builds a table of them first, which takes many times as long."""
     ordered = np.sort(values)

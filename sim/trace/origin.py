@@ -142,17 +142,21 @@ _same: tuple[Same, ...] = ()
 Expr: TypeAlias = Same | Part | Microbatch | Along | Rowwise | Packed | Encoded | Lossy | Fused | Slots | Glue
 
 
+_SHARES = Part, Microbatch
+_OF_ONE = *_SHARES, Along, Slots, Rowwise
+
+
 def map_leaves(expr: Expr, change: Callable[[Same], Expr]) -> Expr:
     """The expression with each `Same` in it replaced by `change` of it."""
     if isinstance(expr, Same):
         return change(expr)
-    if isinstance(expr, Part | Microbatch | Along | Slots | Rowwise):
+    if isinstance(expr, _OF_ONE):
         inner = map_leaves(expr.of, change)
         if inner is expr.of:
             return expr
         if isinstance(inner, Glue):
             return inner  # a part of what computes nothing of the base
-        if isinstance(expr, Part | Microbatch):
+        if isinstance(expr, _SHARES):
             return type(expr)(inner, expr.first, expr.stop, expr.count)
         return _of_slots(inner, expr) if isinstance(expr, Slots) else replace(expr, of=inner)
     if isinstance(expr, Packed):
@@ -344,7 +348,7 @@ class Origin:
         if middle is None:
             return self
 
-        def through(exprs: Sequence[Expr]) -> Callable[[Same], Expr]:
+        def through(exprs: Sequence[Expr], own: Sequence[Expr]) -> tuple[Expr, ...]:
             def change(leaf: Same) -> Expr:
                 shift = leaf.iteration * middle.iterations
                 expr, behind = exprs[leaf.id], leaf.behind
@@ -352,13 +356,18 @@ class Origin:
                     return expr
                 return map_leaves(expr, lambda inner: Same(inner.id, inner.iteration + shift, inner.behind + behind))
 
-            return change
+            # most are an old tensor or op as it is
+            return tuple(
+                exprs[each.id]
+                if type(each) is Same and not (each.iteration or each.behind)
+                else map_leaves(each, change)
+                for each in own
+            )
 
-        tensor, op = through(middle.tensors), through(middle.ops)
         return Origin(
             middle.base,
-            tuple(map_leaves(expr, tensor) for expr in self.tensors),
-            tuple(map_leaves(expr, op) for expr in self.ops),
+            through(middle.tensors, self.tensors),
+            through(middle.ops, self.ops),
             self.iterations * middle.iterations,
             max(self.ranks, middle.ranks),
             self.dealt or middle.dealt,
