@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,12 +53,12 @@ def region_reruns(
     before: recompute before the region's first backward op that reads a result of the region ("result"), that reads
         anything that autograd saved, weights included ("saved"), or the first of all ("start").
     """
-    kept = set(keep)
+    kept, outputs = set(keep), frozenset(index.trace.outputs)
     next_on: dict[int, int] = {}  # per device the first op of the region that follows
     reruns: list[Rerun] = []
     for region in sorted(regions, key=lambda region: region.forward[0], reverse=True):
         device = index.device[region.forward[0]]
-        first, last, wanted, stays = _inside(index, region, kept)
+        first, last, wanted, stays = _inside(index, region, kept, outputs)
         follower = next_on.get(device, len(index.reads))
         next_on[device] = region.forward[0]
         if first < 0 or (skip_last and first < follower):
@@ -112,14 +114,15 @@ def rerun_regions(
     return by_anchor(region_reruns(index, regions, early_stop=early_stop, skip_last=skip_last))
 
 
-def _inside(index: TraceIndex, region: Region, kept: Collection[int]) -> tuple[int, int, set[int], set[int]]:
+def _inside(
+    index: TraceIndex, region: Region, kept: Collection[int], outputs: Collection[int]
+) -> tuple[int, int, set[int], set[int]]:
     """What of a region its backward needs.
 
     Returns the first op that does (-1 for none), the last of the region's ops whose results it needs, those results
     that are not kept by name, and the tensors that stay.
     """
-    inside, undoing, outputs = set(region.forward), region.backward, set(index.trace.outputs)
-    released = index.released
+    inside, undoing, released = set(region.forward), region.backward, index.released
     begin = last = -1
     drops = False
     wanted, stays = set(), set()
@@ -307,12 +310,17 @@ def held_by(index: TraceIndex, reruns: Sequence[Rerun], *, reentrant: bool = Fal
     """
     anchor_of = {t: rerun.anchor for rerun in reruns for op in rerun.ops for t in index.writes[op]}
     starts = sorted(rerun.start for rerun in reruns)
+    in_order: dict[int, list[int]] = {}  # backward ops, which all microbatches of a layer share
     until: dict[int, int] = {}
     drops: dict[int, int] = {}
     for rerun in reruns:
         inside, undoing = set(rerun.region.forward), rerun.region.backward
-        stop = next((s for s in starts if s > rerun.start and s in undoing), len(index.reads))
-        own = [op for op in sorted(undoing) if rerun.start <= op < stop]
+        if id(undoing) not in in_order:
+            in_order[id(undoing)] = sorted(undoing)
+        later = islice(starts, bisect_right(starts, rerun.start), None)
+        stop = next((s for s in later if s in undoing), len(index.reads))
+        ordered = in_order[id(undoing)]
+        own = ordered[bisect_left(ordered, rerun.start) : bisect_left(ordered, stop)]
         made = {t for op in inside for t in index.writes[op]}
         end = own[-1]
         if not reentrant:
