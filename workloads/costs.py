@@ -12,6 +12,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from workloads.sizes import of_sizes
+
 ELEMENT_FLOPS = {
     # kernel: (FLOPs per element, what is counted)
     "copy": (0, "a cast or a copy computes nothing"),
@@ -67,6 +69,7 @@ def tile_of(kernel: str) -> int:
     return TILES["efficient" if "efficient" in kernel else "flash"]
 
 
+@of_sizes
 @cache
 def pairs(queries: int, keys: int, *, causal: bool = False, window: int = 0, tile: int = TILES["flash"]) -> int:
     """Pairs of a query and a key whose scores a fused kernel computes.

@@ -24,6 +24,7 @@ from workloads.other_models import NotBuiltIn
 from workloads.parameters import make_parameters
 from workloads.passes import PASSES
 from workloads.precision import PRECISIONS, Precision
+from workloads.sizes import at_sizes
 from workloads.stacks import STACKS, as_workload
 from workloads.tape import Tape, Value
 
@@ -148,7 +149,14 @@ def transformer(
         return as_workload(trace, stack)
     route, types = (routing_seed, routing_skew), PRECISIONS[precision]
     try:
-        trace = _build(c, types, tuning, batch, sequence, attention, optimizer, loss, micro_batches, route)
+        trace = at_sizes(
+            repr((c, types, tuning, attention, optimizer, loss, micro_batches, route)),
+            lambda builder, samples, tokens: _build(
+                builder, c, types, tuning, samples, tokens, attention, optimizer, loss, micro_batches, route
+            ),
+            batch,
+            sequence,
+        )
     except TraceError as error:  # sizes that no trace holds
         raise WorkloadError(f"model {c.name!r}: {error}") from None
     return as_workload(trace, stack)
@@ -180,6 +188,7 @@ def _probability(argument: str, value: float) -> float:
 
 
 def _build(
+    builder: TraceBuilder,
     c: Config,
     precision: Precision,
     tuning: Tuning,
@@ -191,7 +200,6 @@ def _build(
     micro_batches: int,
     route: tuple[int, float],
 ) -> Trace:
-    builder = TraceBuilder()
     tape = Tape(builder, precision)
     weights = make_parameters(tape, c, tuning)
     trained = [(value, layer) for value, layer in tape.parameters if tape.needs_gradient(value)]

@@ -104,10 +104,10 @@ class Graph:
         self._make_read_only()
 
     def _share(self, other: Graph) -> None:
-        """Take over what has been derived from another graph with the same reads and writes."""
-        mine, theirs = self.op_columns, other.op_columns
-        same = ("read_start", "read_ids", "write_start", "write_ids")
-        if self.tensor_columns is other.tensor_columns and all(getattr(mine, c) is getattr(theirs, c) for c in same):
+        """Take over what has been derived from another graph with the same reads and writes of the same tensors."""
+        columns = ("name", "replaces"), ("read_start", "read_ids", "write_start", "write_ids")
+        pairs = (self.tensor_columns, other.tensor_columns), (self.op_columns, other.op_columns)
+        if all(getattr(a, key) is getattr(b, key) for (a, b), keys in zip(pairs, columns) for key in keys):
             known = vars(other)
             vars(self).update((name, known[name]) for name in FROM_READS_AND_WRITES if name in known)
 
