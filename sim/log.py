@@ -24,10 +24,11 @@ WHYS = ("run", "recompute", "move", "codec", "stall")
 `recompute`, as for any op."""
 FIRST_RUNS = ("run", "codec")
 
-STALLS = ("", "transfer", "space", "hazard", "peer", "engine", "wait", "drain")
+STALLS = ("", "transfer", "space", "hazard", "peer", "engine", "wait", "drain", "launch")
 """What a device waited for: a copy in flight, space, a copy of an old value that is about to be overwritten, the
-other members of a group, the result of another engine, a planned `Wait`, and the end of all copies. At the end of a
-run, before `drain`, `engine` and `peer` also cover waiting for ops and transfers that are still in flight."""
+other members of a group, the result of another engine, a planned `Wait`, the end of all copies, and the CPU that
+dispatches ops. At the end of a run, before `drain`, `engine` and `peer` also cover waiting for ops and transfers that
+are still in flight."""
 
 CAUSES = ("placed", "made", "freed", "dropped", "moved in", "moved out", "workspace", "overwritten", "called off")
 """Why the use of a tier changed; `workspace` includes scratch space, both its allocation and its release. `called off`

@@ -38,8 +38,9 @@ from sim.engine.columns import FREE_READ, FREE_WRITTEN, TraceColumns
 from sim.engine.event_path.record import COUNTERS
 from sim.engine.prepare import Prepared
 from sim.engine.resolve import ActionColumns, Resolved
+from sim.hardware.dispatch import Dispatched
 from sim.hardware.platform import Allocator, Platform
-from sim.log import CAUSE, CHANGE_COLUMNS, INTERVAL_COLUMNS, RESERVED_COLUMNS, WHY, EventLog, Ints
+from sim.log import CAUSE, CHANGE_COLUMNS, INTERVAL_COLUMNS, RESERVED_COLUMNS, STALL, WHY, EventLog, Ints
 from sim.plan import Plan
 
 DROP, TAKE, GIVE, ARRIVE, DROP_AFTER = range(5)  # and FREE_READ, FREE_WRITTEN, FREE_RELEASED
@@ -48,6 +49,7 @@ PHASES = 1 << BITS
 PLACED, MADE, FREED, DROPPED, WORKSPACE, OVERWRITTEN = (
     CAUSE[name] for name in ("placed", "made", "freed", "dropped", "workspace", "overwritten")
 )
+STALLED, LAUNCH = WHY["stall"], STALL["launch"]
 Mask = NDArray[np.bool_]
 Pairs = tuple[Ints, Ints]
 Part = tuple[Ints, Ints | int, Ints, Ints | int]
@@ -126,22 +128,40 @@ def _kept_rows(plan: Plan, prepared: Prepared, resolved: Resolved, actions: Acti
 def _rows(plan: Plan, prepared: Prepared, actions: ActionColumns) -> Rows | None:
     """The rows of a run; None if it has to take the event path, whatever the capacity."""
     steps = _steps(prepared, actions)
-    if float((steps.end - steps.start).sum(dtype=np.float64)) >= 2.0**62:
+    if float(_busy(prepared, steps).sum(dtype=np.float64)) >= 2.0**62:
         return None  # more nanoseconds than a column holds
     events = _events(prepared.columns, steps, actions, _lazy(plan, len(prepared.columns.size)))
     if not _is_legal(prepared, steps, actions, events):
         return None
     changes = _changes(prepared, steps, events)
-    intervals = np.zeros((len(steps.op) - 1, len(INTERVAL_COLUMNS)), np.int64)
-    for name, column in (("start", steps.start), ("end", steps.end), ("why", steps.why), ("op", steps.op)):
-        intervals[:, INTERVAL_COLUMNS.index(name)] = column[1:]
-    intervals[:, INTERVAL_COLUMNS.index("lane")] = prepared.main[0]
-    intervals[:, INTERVAL_COLUMNS.index("tensor")] = -1
+    intervals = _intervals(prepared, steps)
     for array in (changes, intervals):
         array.setflags(write=False)
     peak = int(np.cumsum(changes[:, CHANGE_COLUMNS.index("delta")]).max(initial=0))
     ignored = len(actions.dropped) - int(events.dropped.resident.sum())
     return Rows(intervals, changes, int(steps.end[-1]), peak, ignored)
+
+
+def _busy(prepared: Prepared, steps: Steps) -> Ints:
+    """Nanoseconds that the run takes at most, in parts: of each step, and to dispatch it."""
+    ns = steps.end - steps.start
+    return ns if prepared.dispatch is None else ns + np.append(prepared.dispatch.each, 0)[steps.op]
+
+
+def _intervals(prepared: Prepared, steps: Steps) -> Ints:
+    """A row per step but the start, and before it one for a wait until it is dispatched."""
+    rows = np.zeros((len(steps.op) - 1, len(INTERVAL_COLUMNS)), np.int64)
+    for name, column in (("start", steps.start), ("end", steps.end), ("why", steps.why), ("op", steps.op)):
+        rows[:, INTERVAL_COLUMNS.index(name)] = column[1:]
+    rows[:, INTERVAL_COLUMNS.index("lane")] = prepared.main[0]
+    rows[:, INTERVAL_COLUMNS.index("tensor")] = -1
+    late = np.flatnonzero(steps.start[1:] > steps.end[:-1])
+    if not len(late):
+        return rows
+    waits = rows[late]
+    for name, what in (("start", steps.end[late]), ("end", steps.start[late + 1]), ("why", STALLED), ("cause", LAUNCH)):
+        waits[:, INTERVAL_COLUMNS.index(name)] = what
+    return np.insert(rows, late, waits, axis=0)
 
 
 def _lazy(plan: Plan, tensors: int) -> Mask | None:
@@ -193,7 +213,26 @@ def _steps(prepared: Prepared, actions: ActionColumns) -> Steps:
     why[own], anchor[again] = prepared.first_run, actions.before
     ns = np.append(prepared.times.total, 0)[op]
     end = np.cumsum(ns)
+    if prepared.dispatch is not None:
+        end += _late(prepared.dispatch, op, end - ns, own)
     return Steps(op, why, anchor, end - ns, end, np.append(own, 0), again)
+
+
+def _late(dispatch: Dispatched, op: Ints, start: Ints, own: Ints) -> Ints:
+    """Per step how much later it starts since the CPU has to dispatch it, and what came before.
+
+    start: when each would start without. own: per op the step of its first run.
+
+    A step begins when it has been dispatched and the one before has ended, so that its delay is the largest of
+    (dispatched - start) up to it. Where the CPU waits for the device, it goes on from the end of the step before.
+    """
+    at = np.cumsum(np.append(dispatch.each, 0)[op])
+    at[1:] += dispatch.once
+    late = np.maximum(np.maximum.accumulate(at - start), 0)
+    for step in np.sort(own[list(dispatch.synchronized)]).tolist():
+        at[step:] += start[step] + late[step - 1] - at[step - 1]
+        late[step:] = np.maximum(np.maximum.accumulate(at[step:] - start[step:]), late[step - 1])
+    return late
 
 
 # ---- what happens to tensors -------------------------------------------------------------------
@@ -334,7 +373,8 @@ def _changes(prepared: Prepared, steps: Steps, events: Events) -> Ints:
     key = key[order]
     step, phase = key >> BITS, key & (PHASES - 1)
     rows = np.empty((len(key), len(CHANGE_COLUMNS)), np.int64)
-    rows[:, 0] = np.where(phase <= TAKE, steps.start[step], steps.end[step])
+    reached = np.append(0, steps.end[:-1])  # where a step has to be dispatched first, its start is later
+    rows[:, 0] = np.where(phase == DROP, reached[step], np.where(phase == TAKE, steps.start[step], steps.end[step]))
     rows[:, 1] = prepared.home[prepared.main[0]]
     rows[:, 4] = np.where(phase == DROP, steps.anchor[step], steps.op[step])
     for i, column in ((2, delta), (3, tensor), (5, cause)):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sim.engine.columns import TraceColumns
 from sim.errors import ProfileError, TraceError
 from sim.hardware.cost import OpTimes, first_engines, op_times
+from sim.hardware.dispatch import Dispatched, dispatched
 from sim.hardware.platform import Engine, Platform
 from sim.log import WHY, Ints
 from sim.trace.graph import Trace
@@ -53,6 +54,7 @@ class Prepared:
     charges: see `Charges`, by the name of a link or engine.
     flowing: per op whether part of its time depends on bandwidth that it shares.
     groups: per group its members.
+    dispatch: what the CPU takes to dispatch ops, None where the device never waits for that.
     plans: of plans that have run, by id: a weak reference, and their actions by anchor.
     bare_run: what the array path makes of a plan without actions, once it has been asked to; see `array_path.Rows`.
     """
@@ -64,6 +66,7 @@ class Prepared:
     charges: Mapping[str, Charges]
     flowing: NDArray[np.bool_]
     groups: Mapping[str, tuple[int, ...]]
+    dispatch: Dispatched | None
     plans: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     bare_run: list[Any] = field(default_factory=list)
 
@@ -103,6 +106,11 @@ class Prepared:
     def flow_rate(self) -> list[int]:
         """Per op the most bytes/s at which they do."""
         return _listed(self.times.rate)
+
+    @cached_property
+    def dispatched(self) -> list[int]:
+        """Per op the ns that the CPU takes to dispatch it; [] where the device never waits for that."""
+        return [] if self.dispatch is None else _listed(self.dispatch.each)
 
     @cached_property
     def ideal_ns(self) -> int:
@@ -281,6 +289,7 @@ def _prepare(trace: Trace, platform: Platform) -> Prepared:
         charges=charges,
         flowing=pooled[times.engine] & (times.bytes > 0),
         groups=_groups(trace),
+        dispatch=dispatched(trace, platform, times.engine),
     )
 
 

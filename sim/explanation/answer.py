@@ -31,6 +31,7 @@ CAUSES = {
     "engine": "for results of other engines",
     "wait": "where the plan says so",
     "drain": "for copies at the end",
+    "launch": "for the CPU that launches",
 }
 
 

@@ -194,6 +194,24 @@ class Network:
     fixed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """What a thread of the CPU takes to dispatch an op to a device under one software stack, in ns.
+
+    stack: its name.
+    forward, backward, update: per op of that phase.
+    once: before the first op of an iteration.
+    is_graph: whether the ops have been captured and are replayed as one graph, so that nothing in it waits for the CPU.
+    """
+
+    stack: str
+    forward: int
+    backward: int
+    update: int
+    once: int = 0
+    is_graph: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Platform:
     """A whole machine, checked. Tiers, engines and links are looked up by name or by position.
@@ -207,6 +225,8 @@ class Platform:
     budget: bytes of the home tiers if `with_budget` set them, else None.
     op_time: how long ops take, one of `OP_TIMES`.
     networks: what joins such machines, as nodes, to a larger one; used by layouts.
+    dispatch: what the CPU that launches takes, by stack; () where the device never waits for it
+        (`sim.hardware.dispatch`).
 
     Raises ProfileError where a part refers to another that does not exist.
     """
@@ -223,6 +243,7 @@ class Platform:
     budget: int | None = None
     op_time: str = "sum"
     networks: tuple[Network, ...] = ()
+    dispatch: tuple[Dispatch, ...] = ()
 
     def __post_init__(self) -> None:
         tiers = {tier.name for tier in self.tiers}
@@ -425,6 +446,8 @@ class Platform:
             parts = (*parts, tuple(engine.lacks for engine in self.engines))
         if self.op_time != "sum":
             parts = (*parts, self.op_time, tuple(engine.cores for engine in self.engines))
+        if self.dispatch:
+            parts = (*parts, self.dispatch)
         if any(link.codec for link in self.links):
             parts = (*parts, tuple(link.codec for link in self.links))
         return hashlib.sha256(repr(parts).encode()).hexdigest()

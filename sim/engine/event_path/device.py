@@ -38,7 +38,7 @@ class Device:
         slow_before, slow_after = resolved.slow_before, resolved.slow_after
         device, starts = self.index, STARTS + self.index
         free_after, space, home = state.lifetimes.free_after, state.space, self._home
-        asks = parts.decisions.asks_before
+        asks, launches = parts.decisions.asks_before, bool(state.prepared.dispatched)
         yield from self.waits.turn(starts)
         for op in state.prepared.order[self.index]:
             if op in before:
@@ -48,6 +48,8 @@ class Device:
                     apply(before[op], device, op)
             if asks and (slow := parts.decisions.before(op, device)):
                 yield from perform.actions(slow, op, online=True)
+            if launches:
+                yield from self.waits.launch(op)
             entry = plain[op]
             if entry is None:
                 yield from perform.op(op)

@@ -56,6 +56,8 @@ class Perform:
         produced, writes = self._state.residency.produced, self._prepared.writes
         if why == "recompute" and writes[op] and not any(produced[tensor] for tensor in writes[op]):
             yield from self._first_end(op)
+        if why == "recompute":
+            yield from self._waits.launch(op)
         stack = [self._open(op, why, counted)]
         fast = self._fast
         while stack:
@@ -67,6 +69,7 @@ class Perform:
                 if producer >= 0:
                     fetched = False
                     self._state.record.count("implicit_recomputes")
+                    yield from self._waits.launch(producer)
                     stack.append(self._open(producer, "recompute", False))
                     continue
                 if plain is not None:

@@ -18,6 +18,7 @@ class Waits:
 
     reason: what it waits for at present, in words, "" for nothing.
     request: (tier, bytes, op, reason) of the space that it waits for.
+    dispatched: how far the CPU has come that dispatches the device's ops, in ns.
     """
 
     def __init__(self, index: int, parts: Parts) -> None:
@@ -29,6 +30,10 @@ class Waits:
         self._transfers = parts.transfers
         self._decisions = parts.decisions
         self._lane = state.prepared.main[index]
+        self._dispatch = state.prepared.dispatched
+        dispatch = state.prepared.dispatch
+        self.dispatched = dispatch.once if dispatch else 0
+        self._synchronized = dispatch.synchronized if dispatch else frozenset[int]()
         trace = state.prepared.trace
         self._op_names, self._tensor_names = trace.op_columns.name, trace.tensor_columns.name
 
@@ -72,6 +77,18 @@ class Waits:
         self.reason = ""
         if clock.now > start:
             self._state.record.stalled(start, clock.now, self.index, self._lane, op, tensor, cause)
+
+    def launch(self, op: int) -> Steps:
+        """Until the CPU has dispatched an op, which it does one after the other, ahead of the device."""
+        if not self._dispatch:
+            return
+        if op in self._synchronized:
+            self.dispatched = max(self.dispatched, self._clock.now)
+        self.dispatched += self._dispatch[op]
+        if self.dispatched > self._clock.now:
+            wake = self.wake_up()
+            wake.fire(self.dispatched - int(self._clock.env.now))
+            yield from self.stall(wake, "launch", op, -1, "the CPU that launches it")
 
     # ---- tensors -----------------------------------------------------------------------------
 

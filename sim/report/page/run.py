@@ -47,6 +47,7 @@ WAITS_FOR = {
     "peer": "the other members of a group, or at the end of the run its transfer",
     "engine": "a result of another engine, or at the end of the run the ops still on it",
     "drain": "the end of all copies, at the end of the run",
+    "launch": "the CPU to dispatch the op",
 }
 """What a stall of each cause waits for."""
 

@@ -314,6 +314,7 @@ class Clock:
                 soon.append(flow.flows_from)
             elif flow.left > 0:
                 soon.append(now + ceil(flow.left * NANO / flow.rate))
+        soon += [program.device.alarm for program in self.programs if program.device.alarm > now]
         if not soon:
             return False
         then = min(soon)

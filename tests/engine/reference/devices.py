@@ -9,6 +9,7 @@ from sim.errors import IllegalPlan
 from sim.plan import Action, Change, Drop, Move, Need, Recompute, Wait
 from tests.engine.reference.computing import Computing, Work
 from tests.engine.reference.copying import Copies, Copying
+from tests.engine.reference.durations import dispatch_of, once_of, waits_for_the_device
 from tests.engine.reference.store import Store
 from tests.engine.reference.view import View
 
@@ -44,6 +45,8 @@ class Device:
         self.home = computing.main(index).home
         self.view = View(store, copies)
         self.request: Request | None = None
+        self.alarm = -1  # when it is to look again
+        self.dispatched = once_of(store.trace, store.platform)  # how far the CPU has come that launches
 
     # ---- the program -------------------------------------------------------------------------
 
@@ -120,6 +123,13 @@ class Device:
     def perform(self, op: int, why: str, *, is_counted: bool) -> Steps:
         """Restore what it reads, recomputing what is nowhere; take space; run."""
         store = self.store
+        if waits_for_the_device(store.trace, store.platform, op):
+            self.dispatched = max(self.dispatched, store.now)
+        self.dispatched += dispatch_of(store.trace, store.platform, op)
+        if self.dispatched > store.now:
+            then = self.dispatched
+            self.alarm = then
+            yield Waiting("launch", op, -1, lambda: store.now >= then)
         work = Work(op, self.index, why, is_counted)
         for t in dict.fromkeys(store.ops[op].reads):
             store.locks[t] += 1

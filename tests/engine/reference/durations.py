@@ -8,7 +8,7 @@ from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from sim.hardware.platform import Engine, Platform
+from sim.hardware.platform import Dispatch, Engine, Platform
 from sim.trace import Trace
 
 NANO = 10**9
@@ -29,6 +29,39 @@ class Parts(NamedTuple):
     fixed: int
     bytes: int
     rate: Fraction
+
+
+def _stack_of(trace: Trace, platform: Platform) -> Dispatch | None:
+    """What is known of the CPU under the stack of the trace, else under the eager one, else the first."""
+    for name in (trace.meta.get("stack", "eager"), "eager"):
+        for known in platform.dispatch:
+            if known.stack == name:
+                return known
+    return platform.dispatch[0] if platform.dispatch else None
+
+
+def dispatch_of(trace: Trace, platform: Platform, op: int) -> int:
+    """How long the CPU takes to dispatch an op; nothing for one that the host itself runs."""
+    known = _stack_of(trace, platform)
+    if known is None or engine_of(trace, platform, op).device == -1:
+        return 0
+    return {"forward": known.forward, "backward": known.backward, "update": known.update}[trace.ops[op].phase]
+
+
+def once_of(trace: Trace, platform: Platform) -> int:
+    """How long the CPU takes before it dispatches the first op of a device."""
+    known = _stack_of(trace, platform)
+    return 0 if known is None else known.once
+
+
+def waits_for_the_device(trace: Trace, platform: Platform, op: int) -> bool:
+    """Whether the program asks the device for a number before an op: of scaled gradients, before the first update."""
+    known = _stack_of(trace, platform)
+    if known is None or known.is_graph or trace.meta.get("precision") != "amp_fp16":
+        return False
+    device = trace.ops[op].device
+    updates = [o.id for o in trace.ops if o.device == device and o.phase == "update"]
+    return op in [o for o in updates if engine_of(trace, platform, o).device != -1][:1]
 
 
 def engine_of(trace: Trace, platform: Platform, op: int) -> Engine:

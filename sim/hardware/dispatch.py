@@ -1,0 +1,61 @@
+"""The CPU that launches: how long it takes to dispatch each op, and where it waits for the device.
+
+A thread of the CPU dispatches the ops of a device in the order in which the device comes to them, recomputations
+included, and runs ahead: op k is dispatched `once + sum(dispatch of the ops up to k)` after the iteration has begun,
+however far the device is. A device that comes to an op waits until it has been dispatched (stall `launch`), after the
+actions before it and before its reads are restored. So short ops are bound by the CPU, and behind long ones it is
+hidden. Ops of an engine that devices share, the host's CPU, are not dispatched: they are calls.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.hardware.platform import Platform
+from sim.trace.graph import Trace
+from sim.trace.op import PHASE_CODE, PHASES
+
+EAGER = "eager"
+"""The stack of a trace that names none, or one that the platform does not know."""
+
+
+SCALED = ("amp_fp16",)
+"""Precisions of a loss scale: the program reads whether gradients are finite before it updates weights."""
+
+
+class Dispatched(NamedTuple):
+    """What the CPU takes to dispatch the ops of a trace.
+
+    each: ns per op. Shape (ops,).
+    once: ns before the first op of each device.
+    synchronized: the ops before which the CPU waits for all ops that the device has been given.
+    """
+
+    each: NDArray[np.int64]
+    once: int
+    synchronized: frozenset[int]
+
+
+def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> Dispatched | None:
+    """What the CPU takes to dispatch the ops of a trace; None where the device never waits for it.
+
+    engine: per op the one that runs it, as `op_times` says.
+    """
+    known = {dispatch.stack: dispatch for dispatch in platform.dispatch}
+    if not known:
+        return None
+    figures = known.get(str(trace.meta.get("stack", EAGER)), known.get(EAGER, platform.dispatch[0]))
+    c = trace.op_columns
+    each: NDArray[np.int64] = np.array([getattr(figures, phase) for phase in PHASES], np.int64)[c.phase]
+    called = np.array([unit.device < 0 for unit in platform.engines])[engine]
+    each = np.where(called, 0, each)
+    each.setflags(write=False)
+    waits = set[int]()
+    if trace.meta.get("precision") in SCALED and not figures.is_graph:
+        for device in range(trace.devices):
+            updates = np.flatnonzero((c.device == device) & (c.phase == PHASE_CODE["update"]) & ~called)
+            waits.update(updates[:1].tolist())
+    return Dispatched(each, figures.once, frozenset(waits))
