@@ -442,6 +442,7 @@ def simulate(
                 if not isinstance(plan, Plan):
                     kind = "None" if plan is None else f"a {type(plan).__name__}"
                     raise PolicyFailed(f"policy {name!r}: plan() returned {kind}, expected a Plan")
+                _check_capture(name, plan, limited)
                 run = evaluated.run_of(plan)  # of an iteration that might be the last one
                 if run is None or not (last or nothing_returned(run)):
                     run = run_iteration(current, plan, limited, history, last=last, recompute_limit=recompute_limit)
@@ -484,6 +485,20 @@ def _laid_out(
         return traces, to_platform(platform)
     found = [lay_out(each, platform, parallel) for each in traces]
     return [each for each, _ in found], found[0][1]
+
+
+def _check_capture(name: str, plan: Plan, platform: Platform) -> None:
+    """Raise PolicyError for a plan that cannot run as one captured graph, where the platform has it run so."""
+    if not any(known.is_graph for known in platform.dispatch):
+        return
+    instead = 'dispatch = "cpu" launches ops one by one'
+    if plan.online is not None:
+        raise PolicyError(f"policy {name!r} decides while it runs, which a captured graph cannot; {instead}")
+    for op, engine in plan.trace.op_columns.engine.items():
+        unit = platform.engines[platform.engine_for(int(plan.trace.op_columns.device[op]), engine)]
+        if unit.device < 0:
+            what = plan.trace.op_columns.name[op]
+            raise PolicyError(f"policy {name!r} runs op {what!r} on {unit.name!r}, which no graph captures; {instead}")
 
 
 def _fault(policy: Policy, error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,19 @@ from sim.log import CAUSE, EventLog
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
 
+DISPATCH_SCALE = Decimal("0.0005")
+"""Makes nanoseconds, as ops take here, of the microseconds of a CPU that dispatches them."""
+
 SPARE = (100, 60, 45, 30, 15, 70, 5, 50, 20, 0, 80, -10)
 """Budgets, in percent of the way from the largest working set to the unconstrained peak."""
 
 
 def examples_for(policy: Policy) -> st.SearchStrategy[Example]:
     """Examples for a policy: they meet its needs, and are small if it plans slowly."""
+    launches = not policy.optimal  # an optimum is one of times of ops that add up
     if policy.slow:
-        return random_examples(policy.needs, real=0, longest=8)
-    return random_examples(policy.needs)
+        return random_examples(policy.needs, real=0, longest=8, launches=launches)
+    return random_examples(policy.needs, launches=launches)
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,20 @@ class Example:
 
 @st.composite
 def random_examples(
-    draw: st.DrawFn, needs: frozenset[str] = frozenset(), *, exact: bool = False, real: int = 1, longest: int = 0
+    draw: st.DrawFn,
+    needs: frozenset[str] = frozenset(),
+    *,
+    exact: bool = False,
+    real: int = 1,
+    longest: int = 0,
+    launches: bool = False,
 ) -> Example:
     """A trace and a platform that meet a policy's needs, and a budget from ample to too little.
 
     exact: whether allocators with addresses are left out.
     real: of ten traces, how many are of small models.
     longest: most forward ops of the other traces, 0 for what suits the needs.
+    launches: whether on three machines of ten the device waits for a CPU that dispatches its ops.
     """
     digits = Digits(draw(st.integers(0, 6 * 8 * 8 * 8 * len(SPARE) - 1)))
     one = digits.pick((True,) * 5 + (False,)) or bool(needs & {"chain", "history", "inference"})
@@ -84,6 +96,8 @@ def random_examples(
         random_platforms(devices=1 if one else 2 + ("peers" in needs), host=host, cpu=cpu, exact=exact, **stores)
     )
     kind = draw(st.integers(0, 9))
+    if launches and kind % 3 == 1:
+        machine = {**machine, "dispatch": "cpu", "dispatch_scale": DISPATCH_SCALE}
     real_model = kind >= 10 - real and not needs & {"inference", "peers"}
     generates = "inference" in needs and bool(kind % 2)
     caches = machine["tiers"]["hbm"]["allocator"] == "caching"

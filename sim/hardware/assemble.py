@@ -7,20 +7,35 @@ of its home tier, a link to that of either end.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from fractions import Fraction
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sim.errors import ProfileError
-from sim.hardware.platform import Allocator, Engine, Fact, Link, Member, Network, Platform, Pool, Tier
-from sim.hardware.schema import BITS, EnginePart, LinkPart, PoolPart, ProfileFile, TierPart
+from sim.hardware.platform import Allocator, Dispatch, Engine, Fact, Link, Member, Network, Platform, Pool, Tier
+from sim.hardware.schema import BITS, DispatchPart, EnginePart, LinkPart, PoolPart, ProfileFile, TierPart
 from sim.trace.op import KINDS
 
 
 def assemble(name: str, profile: ProfileFile) -> Platform:
     """The machine that a profile describes. Raises ProfileError where its parts do not fit together."""
     return _Assembly(name, profile).platform()
+
+
+def dispatch_parts(by: str) -> Mapping[str, DispatchPart]:
+    """What `dispatch.toml` states for one of `DISPATCHES`, by stack."""
+    known = _dispatch_file() if by != "none" else {}
+    return {stack: part for stack, part in known.items() if (stack == "graphs") == (by == "graphs")}
+
+
+@cache
+def _dispatch_file() -> Mapping[str, DispatchPart]:
+    text = Path(__file__).with_name("dispatch.toml").read_text(encoding="utf-8")
+    return {stack: DispatchPart.model_validate(part) for stack, part in tomllib.loads(text).items()}
 
 
 class _Assembly:
@@ -55,6 +70,7 @@ class _Assembly:
             energy=self.energy,
             op_time=self.profile.op_time,
             networks=tuple(self._networks()),
+            dispatch=tuple(self._dispatch()),
         )
 
     # ---- names -------------------------------------------------------------------------------
@@ -269,10 +285,20 @@ class _Assembly:
 
     # ---- bookkeeping -------------------------------------------------------------------------
 
+    def _dispatch(self) -> Iterator[Dispatch]:
+        """What the CPU that launches takes, by stack; nothing where the device never waits for it."""
+        is_graph, scale = self.profile.dispatch == "graphs", self.profile.dispatch_scale.number
+        for stack, part in dispatch_parts(self.profile.dispatch).items():
+            ns = {name: round(figure.value.number * scale) for name, figure in part.figures()}
+            yield Dispatch("eager" if is_graph else stack, **ns, is_graph=is_graph)
+
     def _facts(self) -> Iterator[Fact]:
         """All figures except those of parts that this machine does not have (peer links of a single device, …)."""
         parts = tuple(path for path in self.unused if path.endswith("."))
-        return (f for f in self.profile.facts() if f.path not in self.unused and not f.path.startswith(parts))
+        yield from (f for f in self.profile.facts() if f.path not in self.unused and not f.path.startswith(parts))
+        for stack, part in dispatch_parts(self.profile.dispatch).items():
+            for path, figure in part.figures():
+                yield Fact(f"dispatch.{stack}.{path}", figure.value.text, figure.source, figure.standing)
 
     def _problem(self, path: str, text: str) -> None:
         self.problems.append(f"{path}: {text}")

@@ -16,11 +16,18 @@ from numpy.typing import NDArray
 
 from sim.hardware.platform import Platform
 from sim.trace.graph import Trace
-from sim.trace.op import PHASE_CODE, PHASES
+from sim.trace.op import KIND_CODE, PHASE_CODE, PHASES
 
 EAGER = "eager"
 """The stack of a trace that names none, or one that the platform does not know."""
 
+
+CAPTURED = "captured"
+"""The fact of a trace that lists the ops, by id and in order, of each part that is launched as one graph."""
+
+LOOPED = {"adamw_loop": 8}
+"""How many kernels an op of an optimizer stands for that updates one parameter after the other: in PyTorch 2.13,
+`_single_tensor_adam` calls mul_, lerp_, mul_, addcmul_, sqrt, div, add_ and addcdiv_."""
 
 SCALED = ("amp_fp16",)
 """Precisions of a loss scale: the program reads whether gradients are finite before it updates weights."""
@@ -51,7 +58,12 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     c = trace.op_columns
     each: NDArray[np.int64] = np.array([getattr(figures, phase) for phase in PHASES], np.int64)[c.phase]
     called = np.array([unit.device < 0 for unit in platform.engines])[engine]
+    kernels = LOOPED.get(str(trace.meta.get("optimizer", "")), 0)
+    if kernels:  # plain calls, as backward makes them
+        each[(c.phase == PHASE_CODE["update"]) & (c.kind == KIND_CODE["optimizer"])] = kernels * figures.backward
     each = np.where(called, 0, each)
+    for part in trace.meta.get(CAPTURED, ()):
+        each[part[1:]] = 0
     each.setflags(write=False)
     waits = set[int]()
     if trace.meta.get("precision") in SCALED and not figures.is_graph:

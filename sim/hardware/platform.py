@@ -14,6 +14,9 @@ from sim.hardware.transfer_time import Pace, transfer_ns
 OP_TIMES = ("sum", "bound")
 """How the two parts of an op's time meet: added up, or the longer one counts (`sim.hardware.cost`)."""
 
+DISPATCHES = ("none", "cpu", "graphs")
+"""Who launches ops: nobody that a device waits for, a thread of the CPU, or one graph that has been captured."""
+
 DRIVES = ("nvme", "ssd", "hdd")
 """Kinds of tiers that are drives."""
 

@@ -29,7 +29,7 @@ from pydantic import (
 from sim import units
 from sim.errors import UnitError, near
 from sim.hardware.cost import STAND_INS
-from sim.hardware.platform import OP_TIMES, STANDINGS, Fact
+from sim.hardware.platform import DISPATCHES, OP_TIMES, STANDINGS, Fact
 from sim.trace.op import KINDS
 
 N = TypeVar("N")
@@ -163,6 +163,8 @@ Kind = Annotated[str, PlainValidator(_one_of((*KINDS, "default"), f"one of {', '
 OpKey = Annotated[str, PlainValidator(_one_of(OP_KEYS, _OP_KEY))]
 Dtype = Annotated[str, PlainValidator(_one_of(tuple(STAND_INS), f"one of {', '.join(STAND_INS)}"))]
 OpTime = Annotated[str, PlainValidator(_one_of(OP_TIMES, f"one of {', '.join(OP_TIMES)}"))]
+Dispatching = Annotated[str, PlainValidator(_one_of(DISPATCHES, f"one of {', '.join(DISPATCHES)}"))]
+Scale = Annotated[Quantity, PlainValidator(_number(Fraction(0), Fraction(100), "a number above 0, up to 100"))]
 Duplex = Annotated[str, PlainValidator(_one_of(DUPLEX, f"one of {', '.join(DUPLEX)}"))]
 PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -443,6 +445,21 @@ class FitPart(Sourced):
     transfer_time: Residual
 
 
+class DispatchPart(Sourced):
+    """What a thread of the CPU takes under one software stack, in `dispatch.toml`.
+
+    forward: per op of forward
+    backward: per op of backward
+    update: per op of the optimizer
+    once: before the first op of an iteration
+    """
+
+    forward: Time
+    backward: Time
+    update: Time
+    once: Time | None = None
+
+
 class ProfileFile(Model):
     """A whole file.
 
@@ -453,6 +470,10 @@ class ProfileFile(Model):
         shared tiers, engines and pools (default 1: all of them)
     op_time: `"sum"` (default): an op takes its arithmetic and its bytes one after the other, which fits measurements;
         or `"bound"`: the longer of the two, with whole waves of blocks where `cores` are stated (DeepCuts' bound)
+    dispatch: who launches ops: `"none"` (default): nobody that a device waits for; `"cpu"`: a thread of the CPU that
+        runs ahead, under the stack of the trace; `"graphs"`: a captured iteration, replayed;
+        `sim/hardware/dispatch.toml` states what each takes
+    dispatch_scale: how many times as long that CPU takes as the one that was measured (default 1)
     tiers: memories, see below
     engines: what runs ops
     links: what copies
@@ -466,6 +487,8 @@ class ProfileFile(Model):
     devices: Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] = 1
     sharers: Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] = 1
     op_time: OpTime = "sum"
+    dispatch: Dispatching = "none"
+    dispatch_scale: Scale = Quantity(Fraction(1), "1")
     tiers: Annotated[dict[PartName, TierPart], Field(min_length=1)]
     engines: Annotated[dict[PartName, EnginePart], Field(min_length=1)]
     links: dict[PartName, LinkPart] = {}

@@ -175,8 +175,8 @@ class Rewriter:
         return new if not has_points(self.trace) else carry_releases(self.trace, new, origin)
 
 
-def with_columns(trace: Trace, **columns: Any) -> Trace:
-    """The same trace with some op columns replaced."""
+def with_columns(trace: Trace, meta: Mapping[str, Any] | None = None, **columns: Any) -> Trace:
+    """The same trace with some op columns replaced, and its facts where others are given."""
     ops = replace(trace.op_columns, **columns)
     origin = Origin.identity(trace)
     return Trace(
@@ -184,7 +184,7 @@ def with_columns(trace: Trace, **columns: Any) -> Trace:
         ops,
         outputs=trace.outputs,
         carry=trace.carry,
-        meta=trace.meta,
+        meta=trace.meta if meta is None else meta,
         origin=origin,
         like=trace,
     )

@@ -30,6 +30,8 @@ CHANGES = {
     "devices": ("devices = 2", "devices = 1"),
     "sharers": ("devices = 2", "devices = 1\nsharers = 3"),
     "op_time": ("devices = 2", 'devices = 2\nop_time = "bound"'),
+    "dispatch": ("devices = 2", 'devices = 2\ndispatch = "cpu"'),
+    "dispatch_scale": ("devices = 2", 'devices = 2\ndispatch = "cpu"\ndispatch_scale = 3'),
     "tiers.per_device": ('kind = "ddr"', 'kind = "ddr"\nper_device = true'),
     "tiers.capacity": ('value = "15 MB"', 'value = "5 MB"'),
     "tiers.bandwidth": ('bandwidth = "1 GB/s"\nlatency', 'bandwidth = "2 GB/s"\nlatency'),
@@ -102,6 +104,8 @@ def texts(key: str) -> tuple[str, str]:
         start, own = CHANGES[key]
         shared = own.replace("per_device = true\n", "").replace("devices = 1\n", "")
         return MACHINE.replace(start, own), MACHINE.replace(start, shared)
+    if key == "dispatch_scale":  # of the CPU that launches, which there has to be
+        return tuple(MACHINE.replace(*CHANGES[which], 1) for which in ("dispatch", key))
     part, _, name = key.rpartition(".")
     if name in WHERE:
         head = f"[{part}]" if part == "fit" else f"[{part}.{FIRST[part]}]"

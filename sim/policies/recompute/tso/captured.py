@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sim.hardware.dispatch import CAPTURED
 from sim.plan import Problem
 from sim.policies.recompute.tso.segments import Ints
 from sim.rewrites.rewriter import with_columns
@@ -43,8 +44,10 @@ def captured(problem: Problem, parts: Iterable[Part], saved_launch: Ints, charge
     """The trace with some parts captured, and further ns charged to some ops.
 
     What dies inside a part stays in its memory until the part ends: it counts as workspace of the ops that follow
-    in it. Weight gradients, outputs, and what passes its bytes on to what overwrites it lie elsewhere.
+    in it. Weight gradients, outputs, and what passes its bytes on to what overwrites it lie elsewhere. Where a CPU
+    dispatches ops, it dispatches a part as one.
     """
+    parts = list(parts)
     trace = problem.trace
     workspace, duration = trace.op_columns.workspace.copy(), trace.op_columns.duration.copy()
     columns, kept = trace.tensor_columns, set(trace.outputs)
@@ -66,4 +69,6 @@ def captured(problem: Problem, parts: Iterable[Part], saved_launch: Ints, charge
             if saved_launch[op]:
                 time = int(duration[op]) if op in charges else problem.cost.op_ns(op)
                 duration[op] = time - int(saved_launch[op])
-    return with_columns(trace, workspace=workspace, duration=duration)
+    together = [list(part.ops) for part in parts]
+    meta = {**trace.meta, CAPTURED: together} if problem.platform.dispatch and together else None
+    return with_columns(trace, meta, workspace=workspace, duration=duration)

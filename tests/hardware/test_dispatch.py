@@ -1,0 +1,126 @@
+"""Who launches ops: the figures by stack, what a profile says of it, and what a trace makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sim import load_profile, simulate
+from sim.analysis.stalls import stalls
+from sim.engine.prepare import prepare
+from sim.errors import PolicyError, ProfileError
+from sim.hardware.assemble import dispatch_parts
+from sim.hardware.dispatch import CAPTURED, dispatched
+from sim.layout import lay_out
+from sim.rewrites.rewriter import with_columns
+from sim.trace.op import PHASES
+from workloads import transformer
+from workloads.stacks import STACKS
+
+NARROW = {"model_type": "gpt2", "vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 4, "n_head": 2}
+TINY = transformer(NARROW, batch=1, sequence=16, precision="amp_bf16")
+
+
+def machine(**changes: str):
+    return load_profile("h100", overrides=changes or None)
+
+
+def test_every_stack_has_figures_each_with_its_source_and_standing():
+    assert set(dispatch_parts("cpu")) == set(STACKS)
+    assert set(dispatch_parts("graphs")) == {"graphs"}
+    facts = [fact for fact in machine(dispatch="cpu").facts if fact.path.startswith("dispatch.")]
+    assert len(facts) >= 3 * len(STACKS)
+    assert all(fact.source and fact.standing for fact in facts)
+
+
+def test_without_it_the_machine_is_as_before():
+    plain, none = machine(), machine(dispatch="none")
+    assert plain.dispatch == () == none.dispatch
+    assert plain.content_hash == none.content_hash != machine(dispatch="cpu").content_hash
+    assert not [fact for fact in plain.facts if fact.path.startswith("dispatch.")]
+
+
+def test_every_op_takes_what_its_phase_does():
+    platform = machine(dispatch="cpu")
+    figures = {known.stack: known for known in platform.dispatch}["eager"]
+    found = prepare(TINY, platform).dispatch
+    assert found is not None
+    for op in TINY.ops:
+        assert found.each[op.id] == getattr(figures, op.phase)
+    assert {op.phase for op in TINY.ops} == set(PHASES)
+
+
+def test_a_cpu_half_as_fast_takes_twice_as_long():
+    once, twice = (machine(dispatch="cpu", dispatch_scale=scale).dispatch for scale in ("1", "2"))
+    assert [2 * a.forward for a in once] == [b.forward for b in twice]
+
+
+def test_a_small_model_is_bound_by_the_cpu_and_a_graph_frees_it():
+    """Eager it takes the sum of all dispatches and the last op; as one graph what the device takes."""
+    eager, graph, free = (simulate(TINY, machine(dispatch=by)).log for by in ("cpu", "graphs", "none"))
+    each = prepare(TINY, eager.platform).dispatch.each
+    last = int((eager.interval("end") - eager.interval("start"))[-1])
+    assert eager.end == int(each.sum()) + last > 1.5 * free.end
+    assert free.end < graph.end < free.end + 10_000  # 2.5 us, and a nanosecond per op until the device is behind
+    assert stalls(graph).stall_ns < 5_000
+    assert "launch" in stalls(eager).by_cause
+    assert "launch" not in stalls(free).by_cause
+
+
+def test_a_large_model_hides_it():
+    trace = transformer("llama2-7b", batch=1, sequence=2048, precision="bf16")
+    bound, free = (simulate(trace, machine(dispatch=by), budget="200 GB").log for by in ("cpu", "none"))
+    assert free.end < bound.end < 1.001 * free.end
+
+
+def test_what_is_captured_is_dispatched_as_one():
+    platform = machine(dispatch="cpu")
+    trace = with_columns(TINY, {**TINY.meta, CAPTURED: [[3, 4, 5], [9, 10]]})
+    plain, found = (dispatched(t, platform, prepare(t, platform).times.engine).each for t in (TINY, trace))
+    assert np.flatnonzero(plain != found).tolist() == [4, 5, 10]
+    assert not found[[4, 5, 10]].any()
+
+
+def test_an_optimizer_that_goes_through_parameters_one_by_one_launches_eight_kernels_for_each():
+    trace = transformer("gpt2", batch=1, sequence=16, optimizer="adamw_loop")
+    found = prepare(trace, machine(dispatch="cpu")).dispatch.each
+    eager = {known.stack: known for known in machine(dispatch="cpu").dispatch}["eager"]
+    updates = [op.id for op in trace.ops if op.phase == "update"]
+    assert set(found[updates].tolist()) == {8 * eager.backward}
+
+
+def test_tso_captures_what_short_ops_wait_for():
+    """Its captured parts are launched together, so that a run that the CPU binds is shorter than without them."""
+    platform = machine(dispatch="cpu")
+    captured = simulate(TINY, platform, "tso")
+    if CAPTURED in captured.plan.trace.meta:
+        assert captured.log.end < simulate(TINY, platform, "keep_all").log.end
+
+
+def test_devices_of_a_node_have_a_cpu_each():
+    trace = transformer("gpt2", batch=2, sequence=16, precision="amp_bf16")
+    divided, node = lay_out(trace, load_profile("h100", overrides={"dispatch": "cpu", "devices": "2"}), {"dp": 2})
+    assert node.dispatch == machine(dispatch="cpu").dispatch
+    log = simulate(divided, node).log
+    assert stalls(log).by_cause["launch"] > 0
+
+
+def test_what_a_graph_cannot_capture_is_refused_in_a_line():
+    platform = machine(dispatch="graphs")
+    with pytest.raises(PolicyError, match=r"'dtr' decides while it runs.*dispatch = \"cpu\""):
+        simulate(TINY, platform, "dtr", budget="1 MB")
+    with pytest.raises(PolicyError, match="on 'cpu', which no graph captures"):
+        simulate(TINY, platform, "zero_offload")
+    assert simulate(TINY, platform, "full_recompute").log.complete
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dispatch": "cpus"}, "did you mean 'cpu'"),
+        ({"dispatch_scale": "0"}, "expected a number above 0, up to 100"),
+    ],
+)
+def test_a_mistake_is_one_line(changes, said):
+    with pytest.raises(ProfileError, match=said):
+        machine(**changes)
