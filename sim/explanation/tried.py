@@ -100,6 +100,12 @@ def _faster(platform: Platform) -> Iterator[tuple[str, Platform]]:
     launches = tuple(replace(e, launch=e.launch // FASTER) if e.main else e for e in platform.engines)
     if any(engine.launch for engine in platform.engines if engine.main):
         yield "launches in half the time", replace(platform, engines=launches)
+    if platform.dispatch:
+        dispatch = tuple(
+            replace(d, **{name: getattr(d, name) // FASTER for name in ("forward", "backward", "update", "once")})
+            for d in platform.dispatch
+        )
+        yield "a CPU that launches in half the time", replace(platform, dispatch=dispatch)
 
 
 def _faster_beside(platform: Platform) -> Iterator[tuple[str, Platform]]:

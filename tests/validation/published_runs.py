@@ -4,7 +4,8 @@
 public tables, as printed, with its source. `set`: `develop` or `check`, by source; no figure of the simulator is
 fitted to either. `setup`: what is simulated, as JSON: the arguments of `transformer` or `cnn`, `profile`, `policy`,
 the keys of a layout (`LAYOUT`), `accumulate` (micro-batches per update), `tf32` (products of fp32 in it), `context`
-(bytes that the reading includes beside those of tensors), `last_stage` (the device that was read; else the fullest),
+(bytes that the reading includes beside those of tensors), `dispatch` (who launches: a CPU under the stack by default,
+else "graphs"), `last_stage` (the device that was read; else the fullest),
 `memory_only` (its time is not that of training). `missing`: why nothing is, where nothing is.
 """
 
@@ -29,7 +30,7 @@ DATA = Path(__file__).parent / "data" / "published_runs.csv"
 SETS = ("develop", "check")
 LAYOUT = ("dp", "tp", "cp", "ring_attention", "sequence_parallel", "pp", "zero", "schedule", "chunks")
 READING = ("context", "last_stage", "memory_only")
-RUN = (*LAYOUT, *READING, "profile", "policy", "accumulate", "tf32", "cnn", "model", "batch", "stack")
+RUN = (*LAYOUT, *READING, "dispatch", "profile", "policy", "accumulate", "tf32", "cnn", "model", "batch", "stack")
 TF32 = {"engines.gpu.peak.fp32": "156 TFLOP/s", "engines.gpu.efficiency.matmul_fp32": "0.79"}
 """An A100's products of fp32 operands in TF32, at the efficiency measured for it."""
 UNITS = {"GiB": 2**30, "GB": 10**9, "MB (bytes // 1024^2)": 2**20, "bytes": 1}
@@ -109,13 +110,13 @@ def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str
     if not several:
         axes["micro_batches"] = micro_batches
     trace = cnn(setup["cnn"], samples, **axes) if "cnn" in setup else transformer(setup["model"], batch=samples, **axes)
-    overrides = {**machine, **(TF32 if setup.get("tf32") else {})}
+    overrides = {**machine, **(TF32 if setup.get("tf32") else {}), "dispatch": setup.get("dispatch", "cpu")}
     if several:
         overrides["devices"] = DEVICES
         layout["micro_batches"] = micro_batches
     # kernels are fused after the layers are divided, as they are in a run
     stacked = partial(with_stack, stack=setup.get("stack", "eager"))
-    platform = load_profile(setup["profile"], overrides=overrides or None)
+    platform = load_profile(setup["profile"], overrides=overrides)
     divided, device = lay_out(trace, platform, layout, kernels=stacked) if several else (stacked(trace), platform)
     log = simulate(divided, device, setup["policy"]).log
     if setup.get("last_stage"):
