@@ -1,4 +1,4 @@
-"""Rates, part of law 4: no op, link or pool is faster than the platform allows.
+"""Rates, part of law 4: no op, link, pool or CPU that launches is faster than the platform allows.
 
 Each check is a necessary condition on the log: nothing here knows how bandwidth was shared.
 """
@@ -14,6 +14,7 @@ import numpy as np
 from sim.conformance.ledger import Copy, Ledger
 from sim.conformance.replayed import LawBroken
 from sim.hardware.cost import op_times
+from sim.hardware.dispatch import dispatched
 
 NANO = 10**9
 MOST_WINDOWS = 2000
@@ -35,8 +36,9 @@ class Use(NamedTuple):
 
 
 def check_rates(ledger: Ledger) -> None:
-    """Raise LawBroken where an op or a transfer is too fast, or a link or pool carries too much."""
+    """Raise LawBroken where an op or a transfer is too fast, a link or pool carries too much, or an op is early."""
     _ops(ledger)
+    _launches(ledger)
     links = ledger.log.platform.links
     uses: dict[str, list[Use]] = defaultdict(list)
     for copy in (*ledger.copies, *ledger.group_moves):
@@ -61,6 +63,22 @@ def _ops(ledger: Ledger) -> None:
             raise LawBroken(f"op {name!r} ran {work.end - work.start} ns; it takes at least {least} ns")
         if work.lane >= 0 and work.lane != times.engine[work.op]:
             raise LawBroken(f"op {ledger.op_names[work.op]!r} ran on the wrong engine")
+
+
+def _launches(ledger: Ledger) -> None:
+    """No op of a main lane begins before the CPU has dispatched all that ran there until then, and it."""
+    trace, platform = ledger.trace, ledger.log.platform
+    known = dispatched(trace, platform, op_times(trace, platform).engine)
+    if known is None:
+        return
+    for device in range(trace.devices):
+        lane, at = platform.engine_for(device), known.once
+        mine = [work for work in ledger.works if work.lane == lane and work.device == device]
+        for work in sorted(mine, key=lambda work: (work.start, work.end)):
+            at += int(known.each[work.op])
+            if work.start < at:
+                name = ledger.op_names[work.op]
+                raise LawBroken(f"op {name!r} begins at {work.start} ns; the CPU has dispatched it at {at} ns")
 
 
 def _one_transfer(ledger: Ledger, copy: Copy) -> None:

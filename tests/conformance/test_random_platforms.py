@@ -27,6 +27,10 @@ NOT_DRAWN = {
         ("sharers", "pools.devices"),
         "become slower pools and a smaller host: hardware/test_sharers.py simulates them all",
     ),
+    **dict.fromkeys(
+        ("dispatch", "dispatch_scale"),
+        "an example draws them, for policies whose optimum is not one of added times: sim/conformance/examples.py",
+    ),
     "links.egress": "becomes a pool of its own, and pools are drawn",
 }
 """Keys that change a run and are not drawn, with the reason."""

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from sim.analysis.stalls import stalls
+from sim.conformance.ledger import Ledger
+from sim.conformance.rates import check_rates
+from sim.conformance.replayed import LawBroken
 from sim.engine import array_path
 from sim.engine.event_path.waits import Waits
 from sim.engine.prepare import prepare
@@ -317,6 +320,30 @@ def test_a_forgotten_dispatch_of_recomputations_is_found(monkeypatch):
 
     monkeypatch.setattr(Waits, "launch", forgetful)
     assert differing(0, 60) != []
+
+
+def test_the_law_finds_what_begins_before_it_is_dispatched(monkeypatch):
+    """The fault planted: recomputations are not dispatched. Law 4 says so, and is content without the fault."""
+    b = TraceBuilder()
+    x, a, y, z = (b.tensor(name, 10, "activation" if name != "x" else "input") for name in "xayz")
+    b.op("op0", "matmul", reads=[x], writes=[a], flops=1, duration=3)
+    b.op("op1", "matmul", reads=[a], writes=[y], flops=1, duration=3)
+    b.op("op2", "matmul", reads=[a, y], writes=[z], flops=1, duration=3)
+    trace = b.build(outputs=[z])
+    # a copy, so that the run takes the event path
+    plan = Plan(trace, (Drop(a, after=1), Recompute(0, before=2), Move(y, "host", keep=True, after=1)))
+    platform = machine(each(10))
+    check_rates(Ledger(replay(plan, platform)))
+    launch = Waits.launch
+    again: dict[int, int] = {}
+
+    def forgetful(self: Waits, op: int):
+        again[op] = again.get(op, 0) + 1
+        return launch(self, op) if again[op] == 1 else iter(())
+
+    monkeypatch.setattr(Waits, "launch", forgetful)
+    with pytest.raises(LawBroken, match="begins at .* ns; the CPU has dispatched it at 30 ns"):
+        check_rates(Ledger(replay(plan, platform)))
 
 
 def test_the_problems_wait_for_the_cpu():
