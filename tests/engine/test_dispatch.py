@@ -342,7 +342,7 @@ def test_the_law_finds_what_begins_before_it_is_dispatched(monkeypatch):
         return launch(self, op) if again[op] == 1 else iter(())
 
     monkeypatch.setattr(Waits, "launch", forgetful)
-    with pytest.raises(LawBroken, match="begins at .* ns; the CPU has dispatched it at 30 ns"):
+    with pytest.raises(LawBroken, match=r"begins at .* ns; the CPU has dispatched it at 30 ns"):
         check_rates(Ledger(replay(plan, platform)))
 
 
