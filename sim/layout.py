@@ -51,11 +51,12 @@ class Layout:
     sequence_parallel: with tp, whether what is not divided that way is divided by tokens.
     ep: of the replicas, how many next to each other divide the experts of a mixture; all else each of them has whole.
     cp: ranks among which the tokens of each replica's samples are divided, with all weights on each of them, or with
-        `tp` the same part of them: context parallelism, which needs fused attention.
+        `tp` the same part of them: context parallelism, which needs fused attention. Gradients are summed, and training
+        state is divided, among these ranks and the replicas together.
     ring_attention: with cp, whether keys and values go from rank to rank in blocks, beside the products with them
         (`sim.rewrites.ring_attention`); else those of all tokens are gathered before.
-    zero: of the replicas' training state, what each keeps only its part of: 0 nothing, 1 the optimizer states, 2 the
-        gradients too, 3 the weights too.
+    zero: of the training state, which is the same for all replicas and ranks of `cp`, what each keeps only its part
+        of: 0 nothing, 1 the optimizer states, 2 the gradients too, 3 the weights too.
     reshard: at level 3, whether gathered weights are freed after forward and gathered again for backward.
     reshard_to: at level 3, among how many replicas next to each other weights that forward has used stay divided, until
         backward has gathered them from these: FSDP2's `reshard_after_forward` as a number. 0: all replicas.
@@ -102,6 +103,8 @@ class Layout:
             raise LayoutError(f"schedule: {self.schedule!r} is unknown{near(str(self.schedule), SCHEDULES)}")
         if type(self.chunks) is int and self.chunks == 0:
             object.__setattr__(self, "chunks", parts_per_device(self.schedule))
+        for key in ("dp", "tp", "cp", "ep", "pp", "micro_batches", "chunks"):
+            _positive(key, getattr(self, key))
         if type(self.zero) is not int or self.zero not in LEVELS:
             near_to = self.zero if isinstance(self.zero, int | float) and self.zero == self.zero else 0
             nearest = min(LEVELS, key=lambda level: abs(level - near_to))
@@ -119,8 +122,6 @@ class Layout:
         self._check_exchanges()
         if not isinstance(self.sequence_parallel, bool):
             raise LayoutError(f"sequence_parallel: needs true or false, has {self.sequence_parallel!r}")
-        for key in ("dp", "tp", "cp", "ep", "pp", "micro_batches", "chunks"):
-            _positive(key, getattr(self, key))
         if not isinstance(self.ring_attention, bool):
             raise LayoutError(f"ring_attention: needs true or false, has {self.ring_attention!r}")
         if self.ring_attention and self.cp == 1:
@@ -195,14 +196,14 @@ class Layout:
             )
         if not isinstance(self.barrier, bool):
             raise LayoutError(f"barrier: needs true or false, has {self.barrier!r}")
-        if not self.barrier and self.dp == 1:
+        if not self.barrier and self.dp * self.cp == 1:
             raise LayoutError("barrier: gradients are summed among the replicas of dp, which is 1; nearest: dp 2")
         if not self.barrier and (self.zero or self.schedule == "pipedream"):
             wrong = f"zero {self.zero}" if self.zero else self.schedule
             raise LayoutError(f"barrier: each replica updates all its weights, not with {wrong}; nearest: zero 0, 1f1b")
         if not self.barrier and self.gradient_buffer:
             raise LayoutError("barrier: the next step has buffers of its own, not with gradient_buffer; nearest: true")
-        if self.bucket and self.dp == 1:
+        if self.bucket and self.dp * self.cp == 1:
             raise LayoutError("bucket: gradients are summed among the replicas of dp, which is 1; nearest: dp 2")
 
     @property
@@ -343,7 +344,7 @@ def _laid_out(
     check_experts(trace, layout.ep)  # in these kernels
     trace = trace if layout.ep == 1 else experts_apart(trace)
     trace = trace if layout.barrier else updates_by_layer(trace)
-    dealt = layout.zero > 1 and layout.dp > 1
+    dealt = layout.zero > 1 and layout.dp * layout.cp > 1
     replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep, "buckets": layout.buckets}
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
     axes: dict[str, Any] = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}

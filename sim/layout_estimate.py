@@ -26,6 +26,8 @@ from sim.trace.tensor import ROLE_CODE
 
 Times = NDArray[np.float64]
 PHASES = ("forward", "backward", "weight", "update")
+STATE, LEVEL_OF = ("optimizer_state", "gradient", "weight"), (1, 2, 3)
+"""Kinds of training state, and from which level on ZeRO divides each."""
 ROUNDS = 4
 """Microbatches per stage after which each further one takes as long as the slowest device."""
 SURE = 0.85
@@ -71,20 +73,22 @@ class Estimator:
         fixed, shared, saved, state, of_experts = self._by_part(layout)
         ranks, n = layout.tp * layout.cp * layout.dp, layout.micro_batches
         unit = fixed + shared / (ranks * n)  # (parts, phases)
-        update, own = PHASES.index("update"), of_experts / np.maximum(state, 1)
-        apart = 1 / layout.dp if layout.zero else 1 - own + own / layout.ep
+        update, own = PHASES.index("update"), of_experts.sum(axis=1) / np.maximum(state.sum(axis=1), 1)
+        shards = layout.dp * layout.cp
+        apart = 1 / shards if layout.zero else 1 - own + own / layout.ep
         unit[:, update] = fixed[:, update] + apart * shared[:, update] / layout.tp
         held = saved / (ranks * n)
         time, most = _scheduled(layout, unit, held)
         device = [device_of(q, layout.pp, layout.schedule) for q in range(layout.parts)]
         kept = np.zeros(layout.pp)
-        dense = (state - of_experts) / (layout.dp if layout.zero else 1)
-        np.add.at(kept, device, (dense + of_experts / (layout.dp if layout.zero else layout.ep)) / layout.tp)
+        divided = [layout.zero >= level for level in LEVEL_OF]
+        dense = (state - of_experts) / np.where(divided, shards, 1)
+        np.add.at(kept, device, (dense + of_experts / np.where(divided, shards, layout.ep)).sum(axis=1) / layout.tp)
         return Estimate(time + self._exchanged(layout), int(kept.max()), int((kept + most).max()))
 
     def _by_part(self, layout: Layout) -> tuple[Times, Times, Times, Times, Times]:
-        """Per part and phase fixed and shared times of the whole batch; per part bytes saved, bytes of state, and of
-        these those of experts."""
+        """Per part and phase fixed and shared times of the whole batch; per part bytes saved; per part and kind of
+        `STATE` its bytes, and of these those of experts."""
         divided = layout.schedule in DIVIDED
         key = layout.parts, divided
         if key not in self.parts:
@@ -102,17 +106,20 @@ class Estimator:
         return self.parts[key]
 
     def _bytes(self, part: NDArray[np.int64], parts: int) -> tuple[Times, Times, Times]:
-        """Per part the activations that backward reads, the training state with gradients, and that of experts."""
+        """Per part what backward reads of forward; per part and kind of `STATE` its bytes, and those of experts."""
         trace, columns, phase = self.trace, self.trace.tensor_columns, self.trace.op_columns.phase
-        saved, state, of_experts = np.zeros(parts), np.zeros(parts), np.zeros(parts)
+        kind = {ROLE_CODE[role]: k for k, role in enumerate(STATE)}
+        saved, state, of_experts = np.zeros(parts), np.zeros((parts, len(STATE))), np.zeros((parts, len(STATE)))
         for t, (size, role) in enumerate(zip(columns.bytes.tolist(), columns.role.tolist(), strict=True)):
             made, readers = int(trace.producer[t]), trace.readers(t)
             if made < 0 and role in PERSISTENT and len(readers):
-                state[part[readers[0]]] += size
-                of_experts[part[readers[0]]] += size * (self.family[t] in self.experts)
+                where = part[readers[0]], kind.get(role, 0)
+                state[where] += size
+                of_experts[where] += size * (self.family[t] in self.experts)
             elif role == ROLE_CODE["gradient"] and any(phase[op] == PHASE_CODE["update"] for op in readers):
-                state[part[made]] += size
-                of_experts[part[made]] += size * (self.family[t] in self.experts)
+                where = part[made], kind[role]
+                state[where] += size
+                of_experts[where] += size * (self.family[t] in self.experts)
             elif made < 0 or phase[made] != PHASE_CODE["forward"] or columns.replaces[t] >= 0:
                 continue
             elif any(phase[op] == PHASE_CODE["backward"] for op in readers):

@@ -243,7 +243,7 @@ def variants(layout: Layout) -> Iterator[Layout]:
     if layout.zero == 3:
         weights.append({"reshard": False})
         weights += [{"reshard_to": n} for n in _divisors(layout.dp)[1:-1] if layout.ep == 1]
-    buckets = [{"bucket": size} for size in (BUCKETS if layout.dp > 1 else BUCKETS[:1])]
+    buckets = [{"bucket": size} for size in (BUCKETS if layout.dp * layout.cp > 1 else BUCKETS[:1])]
     blocks = [{"ring_attention": ring} for ring in ((False, True) if layout.cp > 1 else (False,))]
     every = list(product(weights, buckets, blocks))
     plain = every[0]
@@ -298,7 +298,7 @@ def layouts(
             dp = devices // (tp * cp * pp)
             if (pp > 1 and (not layers or layers % pp)) or samples % dp:
                 continue
-            zeros = (0, 1, 2, 3) if dp > 1 and pp == 1 else (0, 1) if dp > 1 else (0,)
+            zeros = ((0, 1, 2, 3) if pp == 1 else (0, 1)) if dp * cp > 1 else (0,)
             among = _among_experts(trace, dp) if experts else [1]
             orders = schedules if pp > 1 else ("1f1b",)
             for n, schedule, zero, ep in product(_divisors(samples // dp), orders, zeros, among):
@@ -361,9 +361,9 @@ def least_state(trace: Trace, layout: Layout, manages: Collection[str] = ()) -> 
     for t in range(len(role)):
         if trace.producer[t] >= 0 or role[t] not in PERSISTENT or MANAGED_AS[ROLES[role[t]]] in manages:
             continue
-        share, same = layout.tp if t in divided else 1, layout.dp
+        share, same = layout.tp if t in divided else 1, layout.dp * layout.cp
         if t in dealt and is_of_experts(trace, known.family[t]):
-            share, same = share * layout.ep, layout.dp // layout.ep
+            share, same = share * layout.ep, same // layout.ep
         if layout.zero == 3 or (layout.zero and ROLES[role[t]] != "weight"):
             share *= same
         total += int(size[t]) // share

@@ -153,7 +153,7 @@ def test_a_device_holds_at_least_its_part_of_the_experts(mixture: Trace) -> None
     [
         (Layout(pp=2), 0),
         (Layout(dp=2), 2),
-        (Layout(cp=2), 1),
+        (Layout(cp=2), 2 * 3 - 1),
         (Layout(dp=2, cp=2, zero=1), 2 * 3 - 1),
         (Layout(dp=8, zero=3), 4 * 3 - 1),  # reshard false, reshard_to 2 and 4
         (Layout(dp=8, zero=3, ep=2), 2 * 3 - 1),

@@ -18,6 +18,9 @@ max(a, A) + m / min(b, B). In an all-to-all of m bytes each rank sends m / p to
 each other one, all at once:
 
     max(a, A) + max((g - 1) m / (p b), (p - g) m / (p B))
+
+Where ranks divide tokens, what they exchange in attention shares wires with the sums of gradients beside it, if both
+are inside nodes or both between them; of an exchange inside nodes and a sum among them, each has its own.
 """
 
 from __future__ import annotations
@@ -203,21 +206,30 @@ class _Placement:
             raise LayoutError(f"devices: {self.node.name} has no link from one device to the next; nearest: 1")
         return self.inner
 
-    def _among_ranks(self) -> Iterator[Link]:
-        """Per stage a link for the rings of its ranks: its rate is for what each sends, its fixed time for one pass."""
+    def _rings(self) -> Iterator[tuple[str, int, int]]:
+        """Along which axis how many ranks exchange, and how many of them are on one node."""
         together = min(self.per_node, self.tensor)  # those that divide layers are next to each other
         around = max(min(self.per_node // self.tensor, self.context), 1)
         beside = max(min(self.per_node // (self.tensor * self.context), self.replicas), 1)
-        fastest: dict[int, int] = {}
-        rings = [("tensor", self.tensor, together), ("context", self.context, around)]
-        rings += [("neighbour", self.context, around)] if self.neighbours else []
-        rings += [("data", self.replicas, beside)]
+        same, apart = self.replicas // self.experts, max(beside // self.experts, 1)
+        yield "tensor", self.tensor, together
+        yield "context", self.context, around
+        if self.neighbours:
+            yield "neighbour", self.context, around
+        yield "data", self.replicas, beside
         if self.experts > 1:
-            near, apart = min(beside, self.experts), max(beside // self.experts, 1)
-            rings += [("expert", self.experts, near), ("expert_data", self.replicas // self.experts, apart)]
+            yield from (("expert", self.experts, min(beside, self.experts)), ("expert_data", same, apart))
         if self.group > 1:
-            rings += [("group", self.group, min(beside, self.group))]
-        for axis, ranks, g in rings:
+            yield "group", self.group, min(beside, self.group)
+        if self.context > 1:  # gradients and states, of which the ranks that divide tokens have the same
+            yield "data_context", self.replicas * self.context, beside * around
+            if self.experts > 1:
+                yield "expert_data_context", same * self.context, apart * around
+
+    def _among_ranks(self) -> Iterator[Link]:
+        """Per stage a link for the rings of its ranks: its rate is for what each sends, its fixed time for one pass."""
+        fastest: dict[int, int] = {}
+        for axis, ranks, g in self._rings():
             if ranks == 1:
                 continue
             rate, fixed = {"expert": self._all_to_all, "neighbour": self._hop}.get(axis, self._ring)(ranks, g)
@@ -225,10 +237,16 @@ class _Placement:
                 home = self._tier(self.node.home(0).name, s)
                 yield Link(rank_link(axis, s), home, home, rate, fixed)
                 fastest[s] = max(fastest.get(s, 0), rate if axis != "tensor" else 0)
-        if max(self.experts, self.group) > 1:  # over the wires on which they exchange rows or parts they sum, too
+        if max(self.experts, self.group) > 1 or self._sums_beside_attention():  # over the same wires
             for s, rate in fastest.items():
                 home = self._tier(self.node.home(0).name, s)
                 yield Link(shared_link(s), home, home, rate)
+
+    def _sums_beside_attention(self) -> bool:
+        """Whether keys and values go over the same wires as sums of gradients: all inside a node, or all between."""
+        spans = {axis: (ranks, g) for axis, ranks, g in self._rings() if axis in ("context", "data_context")}
+        inside = all(g == ranks for ranks, g in spans.values())
+        return self.context > 1 and (inside or all(g == 1 for _, g in spans.values()))
 
     def _ring(self, ranks: int, g: int) -> tuple[int, int]:
         """Rate and fixed time of a ring of so many ranks, g of them on each node."""

@@ -88,7 +88,8 @@ def split_batch_ops(
     """`split_batch`, and for each new op the old op that it is, or works for, and its microbatch.
 
     ranks: symmetric replicas, of which the new trace is one; each has n microbatches of its own. The gradients of a
-        layer are summed over all of them by one collective, as soon as the last microbatch has produced them.
+        layer are summed over all of them by one collective, as soon as the last microbatch has produced them; where
+        ranks divide the tokens of a replica, over these, too, in place of sums before the update.
     dealt: they are summed after each microbatch, before they are accumulated.
     passes: each microbatch is a pass of a training loop through the model, and repeats what reads no slice and
         what only the pass needs: it casts weights, since it enters autocast's context, whose cache is empty then.
@@ -102,9 +103,11 @@ def split_batch_ops(
     size = trace.meta.get("batch")
     if n < 1 or (isinstance(size, int) and size % (n * ranks)):
         raise TraceError(f"split_batch: {n * ranks} microbatches do not divide the batch of {size}")
-    if n * ranks == 1:
+    if n * ranks == 1 and not _sums_over_tokens(trace):
         return trace, [(op, 0) for op in range(len(trace.ops))]
     splits, rows = batch_ops(trace), batched(trace)
+    if n * ranks == 1:  # nothing is divided: what waits for sums over tokens comes once, as a whole
+        splits, rows = trace.op_columns.phase != UPDATE, np.zeros_like(rows)
     splits[list(once)] = False
     for _, first in trace.carry:
         if rows[first]:
@@ -143,6 +146,8 @@ class _Split:
     which: for each new op the old one and its microbatch.
     like_tensor, like_op: per tensor and op the new one of an earlier microbatch, which differs in what all differ in.
     reduced: tensors that wait for the collective among replicas, with the op and the microbatch that produced each.
+    tokens: ranks that divide the tokens of a replica. joined: of tensors that they have terms of, the sums, which the
+        collective among replicas makes in place of the ops of `joining`.
     experts: what this rank has of the experts, None where they are not divided. groups: of replicas that divide them.
     total: microbatches of all groups.
     """
@@ -165,12 +170,19 @@ class _Split:
         # lists, of which single values are read much faster than of arrays
         self.splits: list[bool] = splits.tolist()
         self.rows: list[bool] = rows.tolist()
-        self.ranks, self.dealt = ranks, dealt and ranks > 1
+        joining = _sums_over_tokens(trace)
+        self.tokens = trace.op_columns.ring[joining[0]].ranks if joining else 1
+        self.joining = frozenset(joining)
+        self.joined = {t: whole for op in joining for t, whole in zip(trace.reads(op), trace.writes(op), strict=True)}
+        self.ranks, self.dealt = ranks, dealt and (ranks > 1 or bool(joining))
         self.experts = ExpertShare(trace, experts, rows) if experts > 1 else None
         self.members, self.groups = experts, ranks // experts
         self.total = n * self.groups
-        self.once = once if ranks > 1 else frozenset[int]()  # a single replica's sums are whole, as for any late op
-        self.summed_by_once = {t for op in self.once for t in trace.reads(op)}
+        self.summed_by_once = {t for op in once for t in trace.reads(op)}
+        results = {t for op in once for t in trace.writes(op)} - self.summed_by_once
+        if ranks == 1 and not results <= self.joined.keys():  # a single rank's sums are whole, as for any late op
+            once, self.summed_by_once = frozenset(), set()
+        self.once = once
         self.reduced: list[tuple[Tensor, Op, int]] = []
         late = _late_ops(trace, splits, rows)
         self.late: list[bool] = late.tolist()
@@ -236,6 +248,8 @@ class _Split:
                 reads, writes = ([self.place(self.tensors[t], k) for t in ids] for ids in (op.reads, op.writes))
                 self._undivided(op, name=f"{op.name}.mb{k}", reads=reads, writes=writes)
                 self.which.append((op.id, k))
+            elif op.id in self.joining:
+                continue
             elif op.id in self.once:
                 if k == self.n - 1:
                     self._once(op)
@@ -345,11 +359,13 @@ class _Split:
                 changes["shape"] = None if rest else (rows, *t.shape[1:])
         return self.new.tensor(t, self._of_member(self._of_group(t.id, first, stop)), **changes)
 
-    def _of_group(self, of: int, first: int, stop: int) -> Microbatch:
+    def _of_group(self, of: int, first: int, stop: int) -> Microbatch | Same:
         """Microbatches of a tensor or an op, counted over all groups of replicas that divide the experts."""
+        if self.total * self.members == 1:
+            return Same(of)
         return Microbatch(Same(of), first, stop, self.total)
 
-    def _of_member(self, of_group: Microbatch) -> Microbatch:
+    def _of_member(self, of_group: Microbatch | Same) -> Microbatch | Same:
         """This replica's part of what its group has."""
         return of_group if self.experts is None else Microbatch(of_group, 0, 1, self.members)
 
@@ -410,7 +426,7 @@ class _Split:
                 if t in self.trace.view_of:  # who reads a view reads its storage
                     self.storages.setdefault(t, []).append(reads[op.reads.index(self.trace.view_of[t])])
             elif t in self.needed_outside:
-                ranks = self.groups if by_expert else self.ranks
+                ranks = (self.groups if by_expert else self.ranks) * (self.tokens if t in self.joined else 1)
                 if not self.dealt or ranks == 1:
                     self._accumulate(t, op, k, current[t])
                 if ranks > 1 and (self.dealt or k == self.n - 1) and t not in self.summed_by_once:
@@ -444,24 +460,27 @@ class _Split:
             self.whole[t] = self.sums[t]
 
     def _reduce(self) -> None:
-        """Sum what waits over the replicas that have it, each kind by one collective."""
+        """Sum what waits over the ranks that have it, each kind by one collective."""
         waiting, self.reduced = self.reduced, []
         own = self.experts.ops if self.experts is not None else frozenset[int]()
-        for by_expert, ring in ((False, Ring("data", self.ranks, 2)), (True, Ring("expert_data", self.groups, 2))):
-            some = [each for each in waiting if (each[1].id in own) == by_expert]
-            if some:
-                self._sum_over(some, ring)
+        for by_expert, axis, ranks in ((False, "data", self.ranks), (True, "expert_data", self.groups)):
+            for joined in (False, True):
+                kind = by_expert, joined
+                some = [each for each in waiting if (each[1].id in own, each[0].id in self.joined) == kind]
+                if some:
+                    ring = Ring(f"{axis}_context", ranks * self.tokens, 2) if joined else Ring(axis, ranks, 2)
+                    self._sum_over(some, ring, by_expert)
 
-    def _sum_over(self, waiting: list[tuple[Tensor, Op, int]], ring: Ring) -> None:
+    def _sum_over(self, waiting: list[tuple[Tensor, Op, int]], ring: Ring, by_expert: bool) -> None:
         """Sum tensors over the ranks of a ring, and accumulate the sums where microbatches are dealt."""
         op, k = waiting[-1][1:]
         terms = [self.current[t.id] if self.dealt else self.sums[t.id] for t, _, _ in waiting]
-        sums = []
-        for (t, _, _), term in zip(waiting, terms, strict=True):
-            part: Expr = self._of_group(t.id, self.first(k), self.first(k) + self.groups)
-            stands_for = part if self.dealt and self.n > 1 else Same(t.id)
+        wholes, sums = [self.joined.get(t.id, t.id) for t, _, _ in waiting], []
+        for (t, _, _), whole, term in zip(waiting, wholes, terms, strict=True):
+            part: Expr = self._of_group(whole, self.first(k), self.first(k) + self.groups)
+            stands_for = part if self.dealt and self.n > 1 else Same(whole)
             name = f"{t.name}.reduced.mb{k}" if self.dealt else f"{t.name}.reduced"
-            if ring.axis == "expert_data" and self.experts is not None:
+            if by_expert and self.experts is not None:
                 fields: dict[str, Any] = self.experts.weights(t)
                 stands_for = self.experts.claim(stands_for)
             else:
@@ -477,11 +496,11 @@ class _Split:
             "dtype": waiting[0][0].dtype,
         }
         self.new.glue(name, "collective", terms, sums, bytes=sent(size, ring), ring=ring, **fields)
-        for (t, of, _), total in zip(waiting, sums, strict=True):
+        for (_, of, _), whole, total in zip(waiting, wholes, sums, strict=True):
             if self.dealt and self.n > 1:
-                self._accumulate(t.id, of, k, total)
+                self._accumulate(whole, of, k, total)
             else:
-                self.whole[t.id] = total
+                self.whole[whole] = total
         self.which += [(op.id, k)] * (self.new.op_count - len(self.which))
 
     def _concatenate(self) -> None:
@@ -494,6 +513,13 @@ class _Split:
             reads = [*pieces, *self.storages.get(t, ())]
             self.new.glue(f"{tensor.name}.concat", "copy", reads, [self.whole[t]], **fields)
             self.which.append((int(self.trace.producer[t]), self.n - 1))
+
+
+def _sums_over_tokens(trace: Trace) -> list[int]:
+    """The collectives before the update that sum gradients over the ranks which divide a replica's tokens."""
+    c = trace.op_columns
+    found = (op for op, ring in c.ring.items() if (ring.axis, ring.passes) == ("context", 2) and c.phase[op] == UPDATE)
+    return [op for op in found if all(len(trace.readers(t)) == 1 for t in trace.reads(op))]
 
 
 def _late_ops(trace: Trace, splits: NDArray[np.bool_], rows: NDArray[np.bool_]) -> NDArray[np.bool_]:

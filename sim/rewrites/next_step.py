@@ -18,10 +18,10 @@ from sim.rewrites.order import as_late
 from sim.rewrites.rewrite import reorder, unroll
 from sim.rewrites.rewriter import with_columns
 from sim.rewrites.slots import Slot, split_updates
+from sim.rewrites.zero import AMONG_REPLICAS
 from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
 
-AMONG_REPLICAS = ("data", "expert_data")
 UPDATE = PHASE_CODE["update"]
 
 

@@ -87,6 +87,8 @@ def _group(op: Op, rank: int, origin: Origin) -> str:
         "expert": f"{group}.{within}",
         "expert_data": f"{member}.{within}",
         "group": f"{replica // origin.group}.{within}",
+        "data_context": f"{own}",
+        "expert_data_context": f"{member}.{own}",
     }
     return f"{op.group}@{joined[op.ring.axis]}"
 

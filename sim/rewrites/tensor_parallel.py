@@ -36,7 +36,8 @@ are those of the rank's tokens, 1 / c of all. The gradients of its experts are t
 Departs: the vocabulary is not padded, a part of it is rounded down to whole bytes. The loss exchanges what its rows
 need once per op that needs it. Terms of a gradient that are added to one that all ranks have (of q, k and v in BERT)
 are summed each by itself. With sequence parallelism, gradients of what every rank keeps are summed once, before the
-update.
+update. Gradients of weights over ranks that divide tokens are summed before the update, too; where replicas are made of
+the trace (`sim.rewrites.batching`), one collective among both takes the place of these sums, beside backward.
 """
 
 from __future__ import annotations
@@ -146,11 +147,11 @@ class _Division:
         if self.is_ring and dimension == CONTEXT and self.blocks.applies(op) and self._has_shares(op):
             self.blocks.add(op)
             return
-        used = operands(op)
-        self._sum_gradients(op, used)
         if op.ring is not None:
             self._exchange(op, op.ring)
             return
+        used = operands(op)
+        self._sum_gradients(op, used)
         if of_terms:
             reads = [self.term[t][1] for t in op.reads]
         else:
@@ -175,9 +176,16 @@ class _Division:
         )
 
     def _exchange(self, op: Op, ring: Ring) -> None:
-        """A collective among other ranks: of what it reads each result has the form, a share of it or the whole."""
+        """A collective among other ranks: of what it reads each result has the form: a share, a term, or the whole."""
         reads, writes = [], []
         for source, t in zip(op.reads, op.writes, strict=True):
+            if ring.passes == 2 and source in self.term:  # a sum of terms is a term
+                dimension, term = self.term[source]
+                reads.append(term)
+                stands_for = self._share(Same(t), dimension)
+                writes.append(self.new.tensor(self.tensors[t], stands_for, replaces=term))
+                self.term[t] = dimension, writes[-1]
+                continue
             form = TENSOR if TENSOR in self.forms[source] else WHOLE
             reads.append(self.forms[source][form] if form == TENSOR else self._whole(source, op))
             writes.append(self._add_tensor(t, form))

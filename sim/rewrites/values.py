@@ -83,6 +83,8 @@ from sim.trace.origin import (
 from sim.trace.tensor import ROLES, Tensor
 
 Value = bytes
+OF_A_REPLICA = ("tensor", "context", "neighbour")
+"""Axes along which ranks divide the work of one replica."""
 LEAST_CODE = Fraction(1, 32)
 """The fewest bytes of a lossless encoding per byte of the tensor: one bit for an element of four bytes."""
 
@@ -268,10 +270,12 @@ class _Check:
         ranks = {"data": origin.ranks, "tensor": origin.tensor, "context": origin.context}
         if ring := self.trace.op_columns.ring.get(op):
             ranks |= {"neighbour": origin.context}
-            ranks |= {"expert": origin.experts, "expert_data": origin.ranks // origin.experts, "group": origin.group}
+            groups = origin.ranks // origin.experts
+            ranks |= {"expert": origin.experts, "expert_data": groups, "group": origin.group}
+            ranks |= {"data_context": origin.ranks * origin.context, "expert_data_context": groups * origin.context}
         if ring is not None and ring.ranks != ranks[ring.axis]:
             name = self.trace.op_columns.name[op]
-            have = f"{ranks[ring.axis]} {'ranks' if ring.axis in ('tensor', 'context', 'neighbour') else 'replicas'}"
+            have = f"{ranks[ring.axis]} {'ranks' if ring.axis in OF_A_REPLICA else 'replicas'}"
             self.report("wrong", name, "", f"op {name!r} joins {ring.ranks} {ring.axis} ranks of {have}")
         every = list(claims)
         for axis in (ring.axis,) if ring is not None else ranks:
@@ -289,14 +293,14 @@ class _Check:
             whole, exact = self.size(expr.of)
             if isinstance(expr, Microbatch) and not self.has_rows(expr.of):
                 return whole, exact  # a sum is as large as its terms
-            return slice_of(whole, expr.first, expr.stop, expr.count), exact
+            return self.sliced(whole, expr), exact and not self.is_scalar(expr)
         if isinstance(expr, Along):
             whole, exact = self.size(expr.of)
             has = self.has_elements(expr)
             if has and expr.dimension == EXPERTS and self.has_rows(expr.of):
                 layer = int(self.base.tensor_columns.layer[leaves(expr)[0].id])
                 return slice_of(whole, *row_span(self.base, layer, expr.first, expr.stop, expr.count)), exact
-            return (slice_of(whole, expr.first, expr.stop, expr.count) if has else whole), exact
+            return (self.sliced(whole, expr) if has else whole), exact and not self.is_scalar(expr)
         if isinstance(expr, Packed):
             return sum(self.size(part)[0] for part in expr.parts), False
         if isinstance(expr, Lossy):
@@ -307,6 +311,15 @@ class _Check:
             whole = self.size(expr.of)[0]
             return (-(-whole * LEAST_CODE // 1) if expr.lossless else min(whole, 1)), False
         return 0, False
+
+    def sliced(self, whole: int, expr: Part | Microbatch | Along) -> int:
+        """Bytes of a share; a few of a scalar, which each rank has as a number of its own."""
+        if self.is_scalar(expr):
+            return whole * (expr.stop - expr.first) // expr.count
+        return slice_of(whole, expr.first, expr.stop, expr.count)
+
+    def is_scalar(self, expr: Expr) -> bool:
+        return any(self.base.tensor_columns.shape.get(leaf.id) == () for leaf in leaves(expr))
 
     def format_size(self, expr: Encoded, tensor: Tensor) -> tuple[int, bool]:
         """As `size`, of a code in a known format."""
@@ -556,12 +569,21 @@ class _Check:
         return {Same(t, leaf.iteration) for t in base.writes(leaf.id)}
 
     def times_done(self, expr: Expr) -> int:
-        """How many of the symmetric replicas do as much on other parts of the batch or of the weights."""
-        origin, times = self.origin, 1
+        """How many of the symmetric ranks do as much on other parts of the batch or of the weights."""
+        origin, times = self.origin, self.origin.context if self.is_part_of_tokens_rank(expr) else 1
         for axis, ranks in (("expert", origin.experts), ("expert_data", origin.ranks // origin.experts)):
             if ranks > 1 and origin.of_rank(expr, 1, axis) != expr:
                 times *= ranks
         return times
+
+    def is_part_of_tokens_rank(self, expr: Expr) -> bool:
+        """Whether ranks that divide tokens work on other parts of the state."""
+        if isinstance(expr, Fused):
+            return any(map(self.is_part_of_tokens_rank, expr.parts))
+        if isinstance(expr, Same | Glue | Packed):
+            return False
+        of_rank = isinstance(expr, Part) and self.origin.width(expr, "context") > 0
+        return of_rank or self.is_part_of_tokens_rank(expr.of)
 
     def is_alike(self, op: int, leaf: Same) -> bool:
         """Whether an op has the kind and phase of a base op; in one kernel with others, of one like it.
@@ -650,29 +672,28 @@ class _Check:
             everything = (claim.first, claim.stop) == (0, claim.count)
             if (rows or everything) and self.covers(claim.of, have, glue=glue, adds=adds):
                 return True
-            span = (claim.first, claim.stop, claim.count)
-            inner = {x.of for x in have if type(x) is type(claim) and (x.first, x.stop, x.count) == span}
+            held: dict[Expr, list[tuple[int, int]]] = {}
+            for x in have:
+                if isinstance(x, Part | Microbatch) and (type(x), x.count) == (type(claim), claim.count):
+                    held.setdefault(x.of, []).append((x.first, x.stop))
+            span, joins = (claim.first, claim.stop), rows or adds
+            inner = {of for of, own in held.items() if span in own or (joins and _tiles(own, *span))}
             if glue and inner:  # the part of a sum is the sum of the parts
                 inner = self.closure(inner, glue=glue, adds=adds)
                 if self.covers(claim.of, inner, glue=glue, adds=adds):
                     return True
-            held = [
-                (other.first, other.stop)
-                for other in have
-                if type(other) is type(claim) and (other.of, other.count) == (claim.of, claim.count)
-            ]
-            return glue and (rows or adds) and _tiles(held, claim.first, claim.stop)
+            return glue and joins and _tiles(held.get(claim.of, []), *span)
         if isinstance(claim, Along):
             if isinstance(claim.of, Rowwise):  # found by shares
                 return glue and self.covers(replace(claim, of=claim.of.of), have, glue=glue, adds=adds)
-            held = [
+            shares = [
                 (x.first, x.stop)
                 for x in have
                 if isinstance(x, Along) and replace(x, first=0, stop=1) == replace(claim, first=0, stop=1)
             ]
-            if glue and (adds or self.has_elements(claim)) and _tiles(held, claim.first, claim.stop):
+            if glue and (adds or self.has_elements(claim)) and _tiles(shares, claim.first, claim.stop):
                 return True  # consecutive shares, or terms of a sum, together
-            if not (glue and self.has_elements(claim)):
+            if not (glue and (adds or self.has_elements(claim))):
                 return False
             like = (claim.dimension, claim.first, claim.stop, claim.count)
             inner = {x.of for x in have if isinstance(x, Along) and (x.dimension, x.first, x.stop, x.count) == like}

@@ -10,6 +10,8 @@ gradients and an all-gather of weights), 3 times at level 3, whose weights are g
 (but for those of which no backward op reads the values or a cast: embeddings, biases).
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, sections 5 and 7.
+Where c ranks divide the tokens of each replica, the state is divided among all d c of them, as Megatron-LM's
+distributed optimizer and FSDP over a mesh of shards and context ranks do.
 Departs: with several microbatches, the levels 2 and 3 reduce and gather once per microbatch, as DeepSpeed and FSDP do
 with their default settings. A part is rounded down to whole bytes. Level 3 gathers the weights of a layer together, by
 default one layer ahead (as FSDP2 does: the next one in forward, the one before in backward); gathered weights are freed
@@ -37,6 +39,8 @@ from sim.trace.origin import Glue, Part, Same, has_experts
 from sim.trace.tensor import ROLE_CODE
 
 LEVELS = (0, 1, 2, 3)
+AMONG_REPLICAS = ("data", "expert_data", "data_context", "expert_data_context")
+"""Axes of the collectives that sum gradients, and gather what has been divided for them."""
 BACKWARD, UPDATE = PHASE_CODE["backward"], PHASE_CODE["update"]
 WEIGHT, STATE = ROLE_CODE["weight"], ROLE_CODE["optimizer_state"]
 
@@ -45,7 +49,7 @@ def shard(trace: Trace, ranks: int, level: int, reshard: bool = True, prefetch: 
     """Keep and update 1 / ranks of the training state on each replica.
 
     trace: one of so many replicas, with the collectives that sum their gradients (`split_batch_ops`).
-    ranks: replicas.
+    ranks: replicas. Where ranks divide the tokens of each, the state is divided among all of them.
     level: one of `LEVELS`; at 0 the trace itself is returned.
     reshard: whether level 3 frees gathered weights after forward, and gathers them again for backward. Else they stay
         until a backward of their layer, as with FSDP2's `reshard_after_forward=False`, and are sent once less.
@@ -54,7 +58,10 @@ def shard(trace: Trace, ranks: int, level: int, reshard: bool = True, prefetch: 
         keeps a part, from which they are gathered until a backward of their layer has done so, as with a number for
         FSDP2's `reshard_after_forward`; 1: each has its own part of the state alone.
     """
-    return trace if level == 0 or ranks == 1 else _Sharding(trace, ranks, level, reshard, prefetch, group).build()
+    tokens = trace.origin.context if trace.origin else 1
+    if level == 0 or ranks * tokens == 1:
+        return trace
+    return _Sharding(trace, ranks, level, reshard, prefetch, group).build()
 
 
 @dataclass
@@ -79,7 +86,7 @@ class _Gather:
 
 
 def _among_replicas(op: Op) -> bool:
-    return op.ring is not None and op.ring.axis in ("data", "expert_data")
+    return op.ring is not None and op.ring.axis in AMONG_REPLICAS
 
 
 class _Sharding:
@@ -102,7 +109,10 @@ class _Sharding:
         self.ops, self.tensors = list(trace.ops), list(trace.tensors)
         origin = trace.origin.ops if trace.origin else ()
         groups = ranks // (trace.origin.experts if trace.origin else 1)
-        self.among = {"data": ranks, "expert_data": groups}
+        tokens = trace.origin.context if trace.origin else 1
+        suffix = "_context" if tokens > 1 else ""
+        self.axes = f"data{suffix}", f"expert_data{suffix}"
+        self.among = dict(zip(self.axes, (ranks * tokens, groups * tokens), strict=True))
         every = (trace.origin.tensors, trace.origin.ops) if trace.origin else ((), ())
         self.of_experts, self.ops_of_experts = ({i for i, e in enumerate(some) if has_experts(e)} for some in every)
         self.glue = {op for op, expr in enumerate(origin) if isinstance(expr, Glue)}
@@ -142,7 +152,7 @@ class _Sharding:
 
     def _axis(self, which: int, of_experts: set[int]) -> str:
         """Along which axis a tensor or an op is divided."""
-        return "expert_data" if which in of_experts else "data"
+        return self.axes[which in of_experts]
 
     def _count(self, t: int) -> int:
         """Among how many replicas a tensor is divided."""
@@ -236,7 +246,7 @@ class _Sharding:
             some = [i for i, t in enumerate(of) if self._axis(t, self.of_experts) == axis]
             if not some:
                 continue
-            own = name if axis == "data" else f"{name}.experts"
+            own = name if axis == self.axes[0] else f"{name}.experts"
             which = [reads[i] for i in some], [writes[i] for i in some], [of[i] for i in some]
             self._join(own, *which, at, Ring(axis, ranks, 1))
 

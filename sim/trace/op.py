@@ -32,11 +32,21 @@ COMMUNICATION = ("collective", "send", "recv")
 PHASES = ("forward", "backward", "update")
 """The phases of an iteration, in order."""
 
-AXES = ("data", "tensor", "context", "neighbour", "expert", "expert_data", "group")
+AXES = (
+    "data",
+    "tensor",
+    "context",
+    "neighbour",
+    "expert",
+    "expert_data",
+    "group",
+    "data_context",
+    "expert_data_context",
+)
 """Directions in which symmetric ranks may lie: replicas of the model, parts of its layers, parts of a sample's tokens;
 the same ranks, each of which sends to the one before it and receives from the one after it; of the replicas, those that
 divide the experts among them, those that have the same experts, and those next to each other that keep gathered weights
-together."""
+together; of all replicas, or those with the same experts, those that divide the tokens of each, too."""
 
 SPLITS = ("batch", "batch_sum", "rows", "columns", "heads")
 """Ways in which an op may be split into equal parts.

@@ -236,7 +236,8 @@ class Origin:
         that number along `experts`; what each has of the batch is such a share (the outer `Microbatch`) of what they
         have together (the inner one), of which replica r has that of group r // experts.
     group: of the replicas, how many next to each other keep gathered weights together: of a part of as many, replica r
-        has that of r modulo that number.
+        has that of r modulo that number. Of a part of as many as there are replicas and ranks of `context` each, rank k
+        of replica r has that of r context + k.
     steps: the iterations are consecutive steps on equal parts of the batch of one: of what has rows, iteration k has
         those of part k.
     """
@@ -277,6 +278,9 @@ class Origin:
             return self.of_rank(expr, rank)
         if axis == "neighbour":
             return self.of_rank(expr, rank, "context")
+        if axis.endswith("_context"):  # those that divide a replica's tokens next to each other
+            replica, tokens = divmod(rank, self.context)
+            return self.of_rank(self.of_rank(expr, replica, axis.removesuffix("_context")), tokens, "context")
         if axis in ("expert", "expert_data"):
             return self.of_rank(expr, rank * self.experts if axis == "expert_data" else rank)
         if axis == "data" and self.experts > 1:
@@ -294,7 +298,7 @@ class Origin:
             return expr
         if axis == "data" and isinstance(expr, Part) and 1 < expr.count == self.group < self.ranks:
             rank %= self.group
-        width = self._width(expr, axis)
+        width = self.width(expr, axis)
         if not width or expr.stop - expr.first > width:
             return expr  # all ranks have it
         shift = rank * width
@@ -316,8 +320,8 @@ class Origin:
             shift = member
         elif isinstance(expr, Part):
             groups = self.ranks // self.experts
-            if expr.count == (groups if has_experts(expr) else self.ranks):
-                shift = group if has_experts(expr) else group * self.experts + member
+            if expr.count == (groups if has_experts(expr) else self.ranks) * self.context:
+                shift = (group if has_experts(expr) else group * self.experts + member) * self.context
         elif isinstance(expr, Microbatch) and _is_shared(expr.of):
             shift = member
         elif isinstance(expr, Microbatch):
@@ -328,19 +332,28 @@ class Origin:
             return replace(expr, of=inner, first=expr.first + shift, stop=expr.stop + shift)
         return expr if inner == expr.of else replace(expr, of=inner)
 
-    def _width(self, expr: Part | Microbatch | Along, axis: str) -> int:
+    def width(self, expr: Part | Microbatch | Along, axis: str) -> int:
         """By how many shares an expression differs from a rank to the next; 0 where all ranks have the same."""
-        if axis in ("tensor", "context"):
+        if axis in ("tensor", "context") and not isinstance(expr, Part):
             of_context = isinstance(expr, Along) and expr.dimension in OF_CONTEXT and self.context > 1
             symmetric = isinstance(expr, Along) and self.is_symmetric(expr)
             return int(symmetric and of_context == (axis == "context"))
         if isinstance(expr, Part):
-            return int(
-                expr.count == self.ranks or 1 < expr.count == self.group
-            )  # of others, every replica has the other parts, too
+            return self._width_of_part(expr, axis)
         if not isinstance(expr, Microbatch) or expr.count % self.ranks:
             return 0
         return 1 if self.dealt else expr.count // self.ranks
+
+    def _width_of_part(self, expr: Part, axis: str) -> int:
+        """Parts of the state are counted over the ranks that divide tokens first; of other parts all have all."""
+        if axis == "tensor":
+            return 0
+        if axis == "context":
+            replicas = self.ranks // self.experts if has_experts(expr) else self.ranks
+            return int(self.context > 1 and expr.count == replicas * self.context)
+        if expr.count == self.ranks * self.context:
+            return self.context
+        return int(1 < expr.count == self.group)
 
     def over(self, trace: Rewritten) -> Origin:
         """This origin, which refers to `trace`, in terms of the base that `trace` was derived from."""

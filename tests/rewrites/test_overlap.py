@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from sim.engine.replay import replay
 from sim.errors import LayoutError, TraceError
+from sim.hardware.platform import Link, rank_link
 from sim.layout import DDP_BUCKETS, Layout, lay_out
 from sim.log import WHY
 from sim.plan import Plan
@@ -18,6 +21,7 @@ from sim.rewrites.rewrite import unroll
 from sim.rewrites.values import departures
 from sim.rewrites.zero import shard
 from sim.trace import Trace, TraceBuilder
+from sim.trace.op import Ring
 from tests.rewrites.test_replicas import CONFIG, line, op_named, peaks, reading, rebuilt, step
 from workloads import transformer
 
@@ -72,6 +76,42 @@ def test_time_of_an_iteration(bucket: int, forward: int, backward: int, update: 
         if waiting >= bucket or k == len(sizes) - 1:
             sent, waiting = max(ready, sent) + waiting, 0  # each of two ranks sends 2 (d - 1) / d bytes, at 1 GB/s
     assert peaks(trace, line(1, 2))[0] == max(ready, sent) + len(sizes) * update
+
+
+def over_tokens(trace: Trace, ranks: int) -> Trace:
+    """The same layers on one of so many ranks that divide tokens, whose gradients are summed before the update."""
+    b = TraceBuilder(trace.meta)
+    for t in trace.tensors:
+        b.tensor(t.name, t.bytes, t.role, layer=t.layer)
+    gradients = [t.id for t in trace.tensors if t.role == "gradient"]
+    summed = {t: b.tensor(f"{trace.tensors[t].name}.summed", trace.tensors[t].bytes, "gradient") for t in gradients}
+    for op in trace.ops:
+        own = [summed[t] for t in op.reads if t in summed and op.phase == "update"]
+        if own:
+            about = {"phase": "update", "ring": Ring("context", ranks, 2), "group": f"{op.name}.sum"}
+            b.op(f"{op.name}.sum", "collective", reads=[t for t in op.reads if t in summed], writes=own, **about)
+        b.copy_op(op, reads=[summed.get(t, t) if own else t for t in op.reads], writes=list(op.writes), releases=())
+    return b.build(outputs=trace.outputs)
+
+
+@pytest.mark.parametrize("bucket", [1, 3 * MIB, 7 * MIB, 100 * MIB])
+@pytest.mark.parametrize(("replicas", "tokens"), [(1, 2), (2, 2), (2, 4)])
+def test_time_of_an_iteration_where_tokens_are_divided(replicas: int, tokens: int, bucket: int) -> None:
+    """As above: replicas and the ranks that divide tokens sum a bucket once, together, beside what follows it."""
+    sizes, each = [2 * MIB, 3 * MIB, MIB, 4 * MIB, 2 * MIB], 3 * MIB
+    base = over_tokens(network(sizes, MIB, each, 1000, ranks=replicas), tokens)
+    trace, _ = split_batch_ops(base, 1, replicas, buckets=[bucket])
+    p = replicas * tokens
+    sums = [op for op in trace.ops if op.kind == "collective"]
+    assert {op.ring for op in sums} == {Ring("data_context", p, 2)}
+    ready, waiting, sent = len(sizes) * MIB, 0, 0
+    for k, size in enumerate(reversed(sizes)):
+        ready, waiting = ready + each, waiting + size
+        if waiting >= bucket or k == len(sizes) - 1:
+            sent, waiting = max(ready, sent) + 2 * (p - 1) * waiting // p, 0
+    own = line(1)
+    links = (*own.links, Link(rank_link("data_context", 0), "hbm@0", "hbm@0", 10**9))
+    assert peaks(trace, replace(own, links=links))[0] == max(ready, sent) + len(sizes) * 1000
 
 
 def test_a_bucket_ends_with_its_stage() -> None:

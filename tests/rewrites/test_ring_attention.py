@@ -25,8 +25,9 @@ from sim.rewrites.tensor_parallel import divide_layers, divide_tokens
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Op
+from tests.rewrites.test_context_parallel import alike
 from tests.rewrites.test_expert_parallel import MIXTRAL, claiming
-from tests.rewrites.test_replicas import GB, line, named, op_named, peaks, reading, rebuilt
+from tests.rewrites.test_replicas import GB, line, named, op_named, reading, rebuilt
 from tests.rewrites.test_schedules import FAMILIES
 from tests.rewrites.test_tensor_parallel import among
 from workloads import transformer, with_stack
@@ -66,8 +67,8 @@ def test_one_rank_stands_for_all(layout: dict) -> None:
     assert {each.what for each in departures(every, step())} == {"repeated"}
     stages, replicas, tokens, tensor = trace.devices, layout.get("dp", 1), layout["cp"], layout.get("tp", 1)
     ranks = replicas * tokens * tensor
-    one = peaks(trace, with_neighbours(among(stages, replicas, tensor, tokens)))
-    time, held = peaks(every, line(stages * ranks))
+    own, among_all = with_neighbours(among(stages, replicas, tensor, tokens)), line(stages * ranks)
+    one, (time, held) = alike(trace, every, own, among_all, layout)
     assert one[0] == time
     assert [peak for peak in one[1] for _ in range(ranks)] == held
 

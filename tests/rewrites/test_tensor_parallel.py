@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sim.errors import LayoutError
-from sim.hardware.platform import Link, Platform, rank_link
+from sim.hardware.platform import Link, Platform, rank_link, shared_link
 from sim.layout import lay_out
 from sim.rewrites.ranks import all_ranks
 from sim.rewrites.tensor_parallel import divide_layers
@@ -41,8 +41,11 @@ def step(family: str = "gpt2") -> Trace:
 def among(stages: int, replicas: int, tensor: int, context: int = 1) -> Platform:
     """`line`, with links for the rings of all axes."""
     bare = line(stages, replicas)
-    axes = [axis for axis, ranks in (("tensor", tensor), ("context", context)) if ranks > 1]
+    rank_axes = ("tensor", tensor), ("context", context), ("data_context", context)
+    axes = [axis for axis, ranks in rank_axes if ranks > 1]
     rings = [Link(rank_link(axis, i), f"hbm@{i}", f"hbm@{i}", GB) for i in range(stages) for axis in axes]
+    if context > 1:  # what these ranks exchange and what they sum goes over the same wires
+        rings += [Link(shared_link(i), f"hbm@{i}", f"hbm@{i}", GB) for i in range(stages)]
     return replace(bare, links=(*bare.links, *rings))
 
 
