@@ -437,9 +437,8 @@ def _check_divisible(key: str, trace: Trace) -> None:
     """Raise LayoutError for a trace whose layers cannot be divided among ranks at all."""
     whole = "expert_loads" in trace.meta and not experts_of(trace)
     form = "; try experts_implementation 'grouped'" if whole else ""
-    for found, what in ((whole, "experts"), ("lora_rank" in trace.meta, "adapters")):
-        if found:
-            raise LayoutError(f"{key}: layers with {what} cannot be divided yet{form}; nearest: 1")
+    if whole:
+        raise LayoutError(f"{key}: layers with experts cannot be divided yet{form}; nearest: 1")
     if trace.meta.get("stack", "eager") != "eager":
         raise LayoutError(
             f"{key}: the kernels of the stack {trace.meta['stack']!r} cannot be divided once they are fused; build the "

@@ -1,7 +1,7 @@
 """The dimensions along which a transformer's tensors and ops can be divided among devices, besides its samples.
 
 `tensor`: heads, the width of an MLP, or the vocabulary. Which weights have it their names tell (`COLUMNS`, `ROWS`,
-`VOCABULARY`); activations have it from the products of such weights. `sequence`: the tokens of a sample; which tensors
+`VOCABULARY`; of LoRA's adapters that matrix which meets the divided side of its layer, B or A); activations have it from the products of such weights. `sequence`: the tokens of a sample; which tensors
 have it their shapes tell; `context` is the same, where ranks of context parallelism divide the tokens (of the part of
 them that such a rank has, `sequence` is what ranks of sequence parallelism divide further). `experts`: those of a
 layer, whose weights are one tensor, and the tokens' rows sorted by expert (`sim.rewrites.experts`); these rows have
@@ -40,8 +40,8 @@ TENSOR, SEQUENCE, CONTEXT, QUERIES, BLOCKS = "tensor", "sequence", "context", "q
 DIMENSIONS = (TENSOR, SEQUENCE, CONTEXT, EXPERTS)
 TOKENS = (SEQUENCE, CONTEXT)
 
-_COLUMN = re.compile(rf"h\d+\.({'|'.join(map(re.escape, COLUMNS))})\.(weight|bias)")
-_ROW = re.compile(rf"h\d+\.({'|'.join(map(re.escape, ROWS))})\.weight")
+_COLUMN = re.compile(rf"h\d+\.({'|'.join(map(re.escape, COLUMNS))})\.(weight|bias|lora_B\.weight)")
+_ROW = re.compile(rf"h\d+\.({'|'.join(map(re.escape, ROWS))})\.(lora_A\.)?weight")
 _SUM = re.compile(r".*\.grad\.(add|accumulate)(\.\d+)?")
 _GRADIENT = re.compile(r"(.*)\.grad(\.part)?(\.\d+)?")
 
@@ -127,7 +127,8 @@ def _find(trace: Trace) -> Dimensions:
     tensors, ops = list(trace.tensors), tuple(trace.ops)
     weights = weights_of(trace)
     family = tuple(owner(t.name, weights) or "" for t in tensors)
-    tokens = {t.id for t in tensors if not family[t.id] and token_axis(trace, t.shape) >= 0}
+    of_weights = {t for op in ops if op.reads and all(family[r] for r in op.reads) for t in op.writes}  # dequantised
+    tokens = {t.id for t in tensors if not family[t.id] and token_axis(trace, t.shape) >= 0} - of_weights
     sequence = own_tokens(trace)
     divided = {t.id for t in tensors if family[t.id] and is_divided(family[t.id])}
     by_name = {t.name: t.id for t in tensors}

@@ -467,7 +467,6 @@ def test_a_collective_without_a_member_is_wrong() -> None:
             {"cp": 2},
             "cp: layers with experts cannot be divided yet; try experts_implementation 'grouped'; nearest: 1",
         ),
-        ({"lora_rank": 4}, {"cp": 2}, "cp: layers with adapters cannot be divided yet; nearest: 1"),
         ({}, {"cp": 0}, "cp: needs a whole number of at least 1, has 0; nearest: 1"),
     ],
 )

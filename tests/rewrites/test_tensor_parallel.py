@@ -247,7 +247,6 @@ def test_a_norm_is_not_divided_by_columns() -> None:
         ({}, {"sequence_parallel": True}, "divides tokens among the ranks of tp, which is 1; nearest: tp 2"),
         ({"loss": "chunked"}, {"tp": 2}, "loss 'chunked' .* try 'fused'"),
         ({"stack": "fused"}, {"tp": 2}, "build the trace eager"),
-        ({"lora_rank": 4}, {"tp": 2}, "layers with adapters cannot be divided yet; nearest: 1"),
         ({}, {"tp": 0}, "tp: needs a whole number of at least 1, has 0; nearest: 1"),
         ({"config": {**FAMILIES["llama"], "model_type": "llama"}}, {"tp": 4}, r"columns \(2\); nearest: 2"),
     ],
