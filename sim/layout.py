@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
@@ -36,6 +37,8 @@ from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
 from sim.units import parse_bytes
 
+ONE_EXPERT = re.compile(r"h\d+\.mlp\.expert\d+\.(gate|up)\.weight")
+"""Weights of one expert, (inner, columns)."""
 BALANCED, DAPPLE = "balanced", "dapple"
 CHOSEN = (BALANCED, DAPPLE)
 DDP, DDP_BUCKETS = "ddp", (1 << 20, 25 << 20)
@@ -412,8 +415,9 @@ def check_experts(trace: Trace, ep: int) -> None:
         return
     numbers = set(experts_of(trace).values())
     if not numbers:
-        form = "; try experts_implementation 'grouped'" if "expert_loads" in trace.meta else ""
-        raise LayoutError(f"ep: the trace has no experts that can be divided{form}; nearest: 1")
+        alone = "expert_loads" in trace.meta  # as many ops as experts: no rank's stand for another's
+        what = "experts that run one after another cannot be divided; try experts_implementation 'grouped'"
+        raise LayoutError(f"ep: {what if alone else 'the trace has no experts that can be divided'}; nearest: 1")
     experts = math.gcd(*numbers)
     if experts % ep:
         raise LayoutError(f"ep: {ep} does not divide the {experts} experts; nearest: {nearest_divisor(experts, ep)}")
@@ -426,7 +430,8 @@ def check_experts(trace: Trace, ep: int) -> None:
 def _check_rows_of_experts(trace: Trace, sequence_parallel: bool) -> None:
     """Raise LayoutError where rows sorted by expert would be taken for tokens: one expert per token has as many."""
     tokens = math.prod(int(trace.meta.get(key, 0)) for key in ("batch", "sequence"))
-    loads = (sum(rows) for layers in trace.meta.get("expert_loads") or () for rows in layers.values())
+    of_layers = [rows for layers in trace.meta.get("expert_loads") or () for rows in layers.values()]
+    loads = map(sum, of_layers) if experts_of(trace) else (rows for of_layer in of_layers for rows in of_layer)
     if sequence_parallel and tokens in loads:
         raise LayoutError(
             "sequence_parallel: rows of experts, one for each token, cannot be told from tokens; nearest: false"
@@ -435,10 +440,11 @@ def _check_rows_of_experts(trace: Trace, sequence_parallel: bool) -> None:
 
 def _check_divisible(key: str, trace: Trace) -> None:
     """Raise LayoutError for a trace whose layers cannot be divided among ranks at all."""
-    whole = "expert_loads" in trace.meta and not experts_of(trace)
-    form = "; try experts_implementation 'grouped'" if whole else ""
-    if whole:
-        raise LayoutError(f"{key}: layers with experts cannot be divided yet{form}; nearest: 1")
+    if key == "cp" and "expert_loads" in trace.meta and not experts_of(trace):
+        raise LayoutError(
+            "cp: rows of experts that run one after another cannot be divided by tokens; try experts_implementation "
+            "'grouped'; nearest: 1"
+        )
     if trace.meta.get("stack", "eager") != "eager":
         raise LayoutError(
             f"{key}: the kernels of the stack {trace.meta['stack']!r} cannot be divided once they are fused; build the "
@@ -463,6 +469,9 @@ def divisible(trace: Trace) -> int:
         shape = trace.tensor_columns.shape[trace.tensor_id(name)]
         at = column_axis(name)
         found = math.gcd(found, shape[at] // 2 if at == 1 else shape[at])  # gate and up, each by itself
+    for t, name in enumerate(trace.tensor_columns.name):
+        if trace.producer[t] < 0 and ONE_EXPERT.fullmatch(name):
+            found = math.gcd(found, trace.tensor_columns.shape[t][-1])
     return found
 
 

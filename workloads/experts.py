@@ -150,11 +150,12 @@ def _loop(
 ) -> Value:
     """One expert after another; each adds its rows to the result in place (index_add_)."""
     total = tape.result(f"{name}.total.out", x.shape, x.dtype)
+    tape.per_sample(total)
     tape.op(f"{name}.total", "elementwise", [], [total])
     for expert, rows in enumerate(loads):
         if not rows:
             continue
-        e = f"{name}.expert{expert}"
+        e, tape.routed = f"{name}.expert{expert}", rows
         index, rank = (tape.constant(f"{e}.{what}", (rows,), "int64") for what in ("rows", "ranks"))
         tape.op(f"{e}.find", "other", [scores], [index, rank], flops=scores.shape[0])
         picked = gather(tape, f"{e}.dispatch", x, (rows, c.hidden), index)
@@ -164,6 +165,7 @@ def _loop(
         hidden = multiply(tape, f"{e}.mul", gate, up)
         y = multiply(tape, f"{e}.weight", linear_layer(tape, weights, f"{e}.down", hidden, tuning), share)
         total = _add_rows(tape, f"{e}.combine", total, tape.cast(y, x.dtype, f"{e}.weight.down"), index)
+    tape.routed = 0
     return total
 
 

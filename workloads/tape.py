@@ -83,6 +83,7 @@ class Tape:
     layer, phase: of the ops being appended.
     prefix: of every name (the microbatch).
     samples: in the batch; from 2 on, ops are marked as splittable by batch.
+    routed: how many rows the expert at hand has, which need be no multiple of the samples; 0 for none.
     """
 
     def __init__(self, builder: TraceBuilder, precision: Precision) -> None:
@@ -98,7 +99,7 @@ class Tape:
         self.product_flops = 0  # of matrix products and attention so far, without recomputation inside kernels
         self.waiting: dict[int, Value] = {}  # gradients that have arrived, by slot
         self.accumulating = False  # whether weights have gradients of an earlier microbatch
-        self.samples = 0
+        self.samples = self.routed = 0
         self._rows: set[int] = set()  # tensors with one row per sample
         self._sums: set[int] = set()  # tensors that are summed over samples
         self._gradient_of: dict[int, int] = {}
@@ -287,7 +288,8 @@ class Tape:
             return ()
         for v in kernel.writes:
             of = self._gradient_of.get(v.tensor)
-            summed = (not v.shape or v.shape[0] % self.samples) if of is None else of not in self._rows
+            has_rows = bool(v.shape) and (v.shape[0] % self.samples == 0 or v.shape[0] == self.routed)
+            summed = not has_rows if of is None else of not in self._rows
             (self._sums if summed else self._rows).add(v.tensor)
         if kernel.across:
             return ()

@@ -205,9 +205,7 @@ def _build(
     trained = [(value, layer) for value, layer in tape.parameters if tape.needs_gradient(value)]
     samples = batch // micro_batches
     gradients: dict[int, Value] = {}
-    # these divide their tokens differently: the rows of each expert, one after another, are no multiple of the samples
-    by_expert = c.experts and c.experts_form == "loop"
-    if micro_batches == 1 and loss != "chunked" and not by_expert:
+    if micro_batches == 1 and loss != "chunked":  # which divides its tokens differently
         tape.samples = samples
     loads = []
     for i in range(micro_batches):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,8 @@ from sim.trace.tensor import ROLE_CODE, Tensor
 UPDATE = PHASE_CODE["update"]
 ALIKE = 4
 """The first microbatch that may follow from two before it: those are the third and the fourth."""
+OF_AN_EXPERT = re.compile(r"h\d+\.mlp\.expert\d+\.")
+"""Names of what `workloads.experts` makes of one expert after another."""
 
 
 def batch_ops(trace: Trace) -> NDArray[np.bool_]:
@@ -45,12 +48,17 @@ def batched(trace: Trace) -> NDArray[np.bool_]:
     by_batch_op = np.append(_splits_by(trace, "batch"), False)[trace.producer]  # -1, no producer, is the last entry
     summed = np.isin(c.role, (*PERSISTENT, ROLE_CODE["gradient"]))
     out: NDArray[np.bool_] = np.where(trace.producer < 0, c.role == ROLE_CODE["input"], by_batch_op & ~summed)
-    out[[t for t, shape in c.shape.items() if trace.producer[t] >= 0 and _has_no_rows(shape, trace)]] = False
+    out[[t for t, shape in c.shape.items() if trace.producer[t] >= 0 and _has_no_rows(shape, c.name[t], trace)]] = False
     return out
 
 
-def _has_no_rows(shape: tuple[int, ...], trace: Trace) -> bool:
-    """Whether a shape rules out one row per sample: a scalar, or a length that the samples do not divide."""
+def _has_no_rows(shape: tuple[int, ...], name: str, trace: Trace) -> bool:
+    """Whether a shape rules out rows of samples: a scalar, or a length that the samples do not divide.
+
+    Of an expert that runs by itself, rows are as many as tokens chose it.
+    """
+    if shape and OF_AN_EXPERT.match(name):
+        return False
     batch, parts = trace.meta.get("batch"), trace.meta.get("microbatches", 1)
     return shape == () or (isinstance(batch, int) and batch > parts and shape[0] % (batch // parts) > 0)
 

@@ -1,7 +1,8 @@
 """The dimensions along which a transformer's tensors and ops can be divided among devices, besides its samples.
 
 `tensor`: heads, the width of an MLP, or the vocabulary. Which weights have it their names tell (`COLUMNS`, `ROWS`,
-`VOCABULARY`; of LoRA's adapters that matrix which meets the divided side of its layer, B or A); activations have it from the products of such weights. `sequence`: the tokens of a sample; which tensors
+`VOCABULARY`; of LoRA's adapters that matrix which meets the divided side of its layer, B or A); activations have it
+from the products of such weights. `sequence`: the tokens of a sample; which tensors
 have it their shapes tell; `context` is the same, where ranks of context parallelism divide the tokens (of the part of
 them that such a rank has, `sequence` is what ranks of sequence parallelism divide further). `experts`: those of a
 layer, whose weights are one tensor, and the tokens' rows sorted by expert (`sim.rewrites.experts`); these rows have
@@ -40,8 +41,10 @@ TENSOR, SEQUENCE, CONTEXT, QUERIES, BLOCKS = "tensor", "sequence", "context", "q
 DIMENSIONS = (TENSOR, SEQUENCE, CONTEXT, EXPERTS)
 TOKENS = (SEQUENCE, CONTEXT)
 
-_COLUMN = re.compile(rf"h\d+\.({'|'.join(map(re.escape, COLUMNS))})\.(weight|bias|lora_B\.weight)")
-_ROW = re.compile(rf"h\d+\.({'|'.join(map(re.escape, ROWS))})\.(lora_A\.)?weight")
+_COLUMN = re.compile(
+    rf"h\d+\.({'|'.join(map(re.escape, COLUMNS))}|mlp\.expert\d+\.(gate|up))\.(weight|bias|lora_B\.weight)"
+)
+_ROW = re.compile(rf"h\d+\.({'|'.join(map(re.escape, ROWS))}|mlp\.expert\d+\.down)\.(lora_A\.)?weight")
 _SUM = re.compile(r".*\.grad\.(add|accumulate)(\.\d+)?")
 _GRADIENT = re.compile(r"(.*)\.grad(\.part)?(\.\d+)?")
 

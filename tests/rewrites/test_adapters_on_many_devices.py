@@ -50,7 +50,7 @@ def test_adapters_compute_the_same(family: str, frozen: str | None, layout: dict
 
 @pytest.mark.parametrize("t", [2, 4])
 def test_weights_that_a_rank_holds(t: int) -> None:
-    """Of an adapter of k inputs and q outputs r (k + q / t) where its layer is divided by columns, else r (k / t + q)."""
+    """Of an adapter of k inputs and q outputs r (k + q / t) beside a layer divided by columns, else r (k / t + q)."""
     trace = divide_layers(step(), t)
     held = {x.name: x.bytes for x in trace.tensors if x.role == "weight" and trace.producer[x.id] < 0}
     for name, (inputs, outputs) in (COLUMNS | ROWS).items():
@@ -62,7 +62,7 @@ def test_weights_that_a_rank_holds(t: int) -> None:
 
 @pytest.mark.parametrize("t", [2, 4])
 def test_bytes_that_adapters_send(t: int) -> None:
-    """An all-reduce of r numbers per token: of two layers divided by rows in forward, of five by columns in backward."""
+    """An all-reduce of r numbers per token: of two layers divided by rows in forward, of the other five in backward."""
     trace = divide_layers(step(), t)
     sent: dict[str, list[int]] = {"forward": [], "backward": []}
     for op in trace.ops:
@@ -75,7 +75,7 @@ def test_bytes_that_adapters_send(t: int) -> None:
 
 @pytest.mark.parametrize("t", [2, 4])
 def test_work_of_adapters(t: int) -> None:
-    """The half that is divided falls by t; the other one every rank does, or with sequence parallelism for its tokens."""
+    """The half that is divided falls by t; the other one every rank does, by tokens with sequence parallelism."""
     base = {op.name: op.flops for op in step().ops}
     for by_tokens in (False, True):
         own = {op.name: op.flops for op in divide_layers(step(), t, by_tokens).ops}

@@ -462,11 +462,6 @@ def test_a_collective_without_a_member_is_wrong() -> None:
             {"cp": 2, "tp": 2, "sequence_parallel": True},
             "tp: 2 does not divide the 9 tokens of a rank of cp 2; nearest: 1",
         ),
-        (
-            {"config": {**MIXTRAL, "experts_implementation": "loop"}},
-            {"cp": 2},
-            "cp: layers with experts cannot be divided yet; try experts_implementation 'grouped'; nearest: 1",
-        ),
         ({}, {"cp": 0}, "cp: needs a whole number of at least 1, has 0; nearest: 1"),
     ],
 )

@@ -384,21 +384,15 @@ def test_a_gradient_of_experts_summed_over_all_replicas_is_wrong() -> None:
     [
         ({}, {"dp": 4, "ep": 3}, "ep: 3 ranks of experts do not divide dp 4; nearest: 2"),
         ({}, {"dp": 8, "ep": 8}, "ep: 8 does not divide the 4 experts; nearest: 4"),
-        ({"experts_implementation": "loop"}, {"dp": 2, "ep": 2}, "no experts that can be divided; try .* 'grouped'"),
         ({"stack": "fused"}, {"dp": 2, "ep": 2}, "ep: experts in fused kernels .* nearest: 1"),
         ({"micro_batches": 2}, {"dp": 2, "ep": 2}, "ep: the trace has microbatches already"),
-        (
-            {"experts_implementation": "loop"},
-            {"tp": 2},
-            "tp: layers with experts cannot be divided yet; try .* 'grouped'",
-        ),
         ({}, {"tp": 3}, "tp: 3 does not divide heads and columns .2.; nearest: 2"),
         ({"num_experts_per_tok": 1}, {"tp": 2, "sequence_parallel": True}, "rows of experts, .* nearest: false"),
         ({}, {"ep": 0}, "ep: needs a whole number of at least 1, has 0; nearest: 1"),
     ],
 )
 def test_a_division_that_there_is_not_names_the_nearest(changes: dict, layout: dict, said: str) -> None:
-    form = {key: value for key, value in changes.items() if key in ("experts_implementation", "num_experts_per_tok")}
+    form = {key: value for key, value in changes.items() if key == "num_experts_per_tok"}
     given = {"batch": 16, "sequence": 16, "precision": "bf16"} | {k: v for k, v in changes.items() if k not in form}
     with pytest.raises(LayoutError, match=said):
         lay_out(transformer({**MIXTRAL, **form}, **given), "a100_80_sxm", layout)
