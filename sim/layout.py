@@ -76,7 +76,8 @@ class Layout:
     micro_batches: into how many parts the samples of a replica are divided, each of which goes through the pipeline by
         itself. Under `pipedream` each of them is a step of its own, with an update.
     chunks: parts of the model per device: 2 or more for `interleaved`, by default 2.
-    layers: how many layers each part has, in order; by default all as many. `balanced`: so many that the slowest part
+    layers: how many layers each part has, in order; by default all as many. The first and the last of several may have
+        0, so that they have the embedding and the loss alone. `balanced`: so many that the slowest part
         takes the least time; `dapple`: so many that a whole iteration does (`sim.stage_balance`).
 
     Raises LayoutError for a value that no trace could run with, naming the key and the nearest valid value.
@@ -141,8 +142,10 @@ class Layout:
                 raise LayoutError(f"layers: {DAPPLE!r} plans for one part per device, not for {self.chunks}")
         elif isinstance(self.layers, Sequence) and not isinstance(self.layers, bytes):
             object.__setattr__(self, "layers", tuple(self.layers))
-            for number in self.layers:
-                _positive("layers", number)
+            ends = (0, len(self.layers) - 1) if len(self.layers) > 1 else ()
+            for part, number in enumerate(self.layers):
+                if part not in ends or number != 0 or isinstance(number, bool):
+                    _positive("layers", number)
         else:
             raise LayoutError(
                 f"layers: needs a list of numbers, one for each part of the model, {BALANCED!r} or {DAPPLE!r}, "
@@ -349,6 +352,7 @@ def _laid_out(
     trace = trace if layout.barrier else updates_by_layer(trace)
     dealt = layout.zero > 1 and layout.dp * layout.cp > 1
     replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep, "buckets": layout.buckets}
+    replicas["parts"] = layout.parts
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
     axes: dict[str, Any] = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
     axes |= {"group": layout.reshard_to or 1, "neighbours": layout.ring_attention}
@@ -489,8 +493,8 @@ def part_of_layer(trace: Trace, layout: Layout) -> dict[int, int]:
                 f"pp: {len(layers)} layers do not divide into {layout.parts} parts; nearest: {nearest}, or give layers"
             )
         sizes = (len(layers) // max(layout.parts, 1),) * layout.parts
-    if sum(sizes) != len(layers) or min(sizes, default=0) < 1:
-        raise LayoutError(f"layers: {list(sizes)} are {sum(sizes)}, each at least 1; the model has {len(layers)}")
+    if sum(sizes) != len(layers) or not any(sizes):
+        raise LayoutError(f"layers: {list(sizes)} are {sum(sizes)}; the model has {len(layers)}")
     parts = [part for part, size in enumerate(sizes) for _ in range(size)]
     return dict(zip(layers, parts, strict=True))
 
@@ -515,6 +519,11 @@ def _check_devices(machine: Platform, layout: Layout) -> None:
             f"{key}: {machine.name} has {machine.devices} device(s) and states no network to others, and {devices} are "
             f"needed; nearest: {machine.devices}, or load_profile(…, overrides={{'devices': '{devices}'}})"
         )
+    for network in machine.networks[:1]:
+        most = network.nodes * network.per_node
+        if 0 < most < devices:
+            has = f"{network.name!r} of {machine.name} joins {most} devices"
+            raise LayoutError(f"{key}: {has}, and {devices} are needed; nearest: {most}")
     for device in range(1, min(devices, machine.devices)):
         if not machine.route(machine.home(device - 1).name, machine.home(device).name):
             raise LayoutError(f"pp: {machine.name} has no link from one device to the next; nearest: 1")

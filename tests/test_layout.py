@@ -16,6 +16,7 @@ from sim import LayoutError, Trace, compare, lay_out, load_profile, save_trace, 
 from sim.analysis.stages import stages
 from sim.errors import Infeasible, PolicyError
 from sim.hardware.nodes import placed
+from sim.hardware.platform import rank_link
 from sim.layout import Layout
 from sim.rewrites.values import departures
 from tests.machines import machine
@@ -138,7 +139,8 @@ def test_a_comparison_runs_its_policies_on_the_layout(base: Trace) -> None:
             "micro_batches: dualpipe_v needs .* not 2; nearest: 4",
         ),
         ({"pp": 2, "layers": (1, 1, 2)}, "layers: 3 numbers for 2 parts of the model"),
-        ({"pp": 2, "layers": (1, 1)}, r"layers: \[1, 1\] are 2, each at least 1; the model has 4"),
+        ({"pp": 2, "layers": (1, 1)}, r"layers: \[1, 1\] are 2; the model has 4"),
+        ({"pp": 4, "layers": (2, 0, 1, 1)}, "layers: needs a whole number of at least 1, has 0; nearest: 1"),
         ({"pp": 2, "layers": "even"}, "layers: needs a list of numbers, 'balanced' or 'dapple', has 'even'"),
         ({"dp": 3}, "dp: 3 does not divide the batch of 4; nearest: 2"),
         ({"dp": 2, "micro_batches": 4}, "micro_batches: 4 does not divide the 2 samples of a replica; nearest: 2"),
@@ -159,6 +161,20 @@ def test_a_machine_without_the_devices_or_their_links_is_named(base: Trace) -> N
     trace, platform = lay_out(base, "a100_80_sxm", {"pp": 2})
     with pytest.raises(LayoutError, match="already on 2 devices"):
         lay_out(trace, platform, {"pp": 2})
+
+
+def test_the_dies_of_a_supernode_are_those_of_its_packages() -> None:
+    """CloudMatrix384: 384 packages of two dies and 192 sockets on one fabric, here with four dies to a socket."""
+    base = transformer("gpt2", batch=1536, sequence=2, precision="bf16")
+    _, platform = lay_out(base, "ascend_910c_die", {"dp": 16})
+    ring = next(link for link in platform.links if link.name == rank_link("data", 0))
+    inside, between, p = 124e9, 120e9, 16
+    seconds = 3 / 4 / inside + 3 / 16 / between  # of a byte: three of four dies of a socket, then among four sockets
+    assert ring.rate == pytest.approx((p - 1) / p / seconds, rel=1e-9)
+    assert ring.fixed == 3 * 10_000 + 3 * 11_000
+    lay_out(base, "ascend_910c_die", {"dp": 768})
+    with pytest.raises(LayoutError, match=r"'ub_plane' of ascend_910c_die joins 768 devices, .* nearest: 768"):
+        lay_out(base, "ascend_910c_die", {"dp": 1536})
 
 
 def test_uneven_parts_are_given_by_their_layers(base: Trace) -> None:

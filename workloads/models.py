@@ -154,6 +154,7 @@ HUB_NAMES = {
     "meta-llama/Llama-2-70b-hf": "llama2-70b",
     "meta-llama/Meta-Llama-3-8B": "llama3-8b",
     "meta-llama/Meta-Llama-3-70B": "llama3-70b",
+    "meta-llama/Llama-3.1-405B": "llama3.1-405b",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
 }
 """Names on model hubs, for models that have another name here."""

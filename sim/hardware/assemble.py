@@ -196,7 +196,7 @@ class _Assembly:
 
     def _networks(self) -> Iterator[Network]:
         for name, part in self.profile.networks.items():
-            yield Network(name, part.per_node, part.rate.value.number, part.fixed.value.number)
+            yield Network(name, part.per_node, part.rate.value.number, part.fixed.value.number, part.nodes or 0)
 
     # ---- pools -------------------------------------------------------------------------------
 

@@ -189,12 +189,14 @@ class Network:
     per_node: devices of a node.
     rate: bytes/s per device, each way.
     fixed: ns per message.
+    nodes: how many it joins at most, 0 for any number.
     """
 
     name: str
     per_node: int
     rate: int
     fixed: int
+    nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -425,11 +425,13 @@ class NetworkPart(Sourced):
     """What joins nodes to a larger machine; layouts over more devices than a node has use it.
 
     per_node: devices of a node, a whole number; a layout makes as many as it takes
+    nodes: how many nodes it joins at most, a whole number (default: any)
     rate: per device, each way
     fixed: time per message
     """
 
     per_node: Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)]
+    nodes: Annotated[int, Field(strict=True, ge=1)] | None = None
     rate: Rate
     fixed: Time
 

@@ -33,6 +33,7 @@ def pipeline(
     dealt: bool = False,
     experts: int = 1,
     buckets: Sequence[int] = (),
+    parts: int = 0,
 ) -> Trace:
     """Run the layers as pipeline stages, stage i on device i, on consecutive microbatches.
 
@@ -58,6 +59,7 @@ def pipeline(
     schedule: one of `sim.rewrites.schedules.SCHEDULES`.
     chunks: parts of the model per device: of S devices, part q runs on device q mod S; where the schedule folds the
         model (`FOLDED`), parts S to 2 S - 1 on the devices S - 1 to 0.
+    parts: of the model, of which the first and the last may have no layers; by default as many as layers are on.
     ranks, dealt, experts, buckets: symmetric replicas of the pipeline, of which this is one, see `split_batch_ops`.
 
     Raises TraceError for a trace on several devices, a layer without a stage, parts that do not divide among devices,
@@ -65,8 +67,8 @@ def pipeline(
     weights of several stages and cannot be divided.
     """
     table = stage_of_layer if isinstance(stage_of_layer, Mapping) else dict(enumerate(stage_of_layer))
-    parts = len(set(table.values()))
-    if sorted(set(table.values())) != list(range(parts)):
+    parts = parts or len(set(table.values()))
+    if {0, parts - 1, *table.values()} != set(range(parts)):
         raise TraceError("pipeline: stages must be numbered 0, 1, … without a gap")
     if chunks < 1 or parts % chunks:
         raise TraceError(f"pipeline: {parts} parts do not divide into {chunks} per device")
@@ -74,8 +76,8 @@ def pipeline(
     orders = unit_orders(schedule, stages, chunks, micro_batches)
     if trace.devices > 1:
         raise TraceError("pipeline: the trace is already on several devices")
-    trace = _updates_by_part(trace, table)
-    base_part = parts_of(trace, table)
+    trace = _updates_by_part(trace, table, parts)
+    base_part = parts_of(trace, table, parts)
     _check_updates(trace, base_part)
     if schedule == "pipedream":
         if ranks > 1:
@@ -117,9 +119,9 @@ def _behind(trace: Trace, part: Sequence[int], stages: int) -> list[int]:
     return [behind[together[op][0]] if op in together else 0 for op in range(len(trace.ops))]
 
 
-def _updates_by_part(trace: Trace, table: Mapping[int, int]) -> Trace:
+def _updates_by_part(trace: Trace, table: Mapping[int, int], parts: int) -> Trace:
     """The trace with an op of the update per part of the model, where one updates weights of several."""
-    part = parts_of(trace, table)
+    part = parts_of(trace, table, parts)
     initial = {name: t for t, name in enumerate(trace.tensor_columns.name) if trace.producer[t] < 0}
 
     def part_of(slot: Slot) -> int:
@@ -162,9 +164,9 @@ def weight_gradients(trace: Trace) -> frozenset[int]:
     return frozenset(found)
 
 
-def parts_of(trace: Trace, table: Mapping[int, int]) -> list[int]:
-    """The part of the model of every op; of an update, the part of the first weight that it reads."""
-    last = max(table.values(), default=0)
+def parts_of(trace: Trace, table: Mapping[int, int], parts: int = 0) -> list[int]:
+    """The part of the model of every op, by default of as many as layers are on; of an update, its first weight's."""
+    last = parts - 1 if parts else max(table.values(), default=0)
     part: list[int] = []
     layered = {
         phase: [op.id for op in trace.ops if op.phase == phase and op.layer >= 0] for phase in ("forward", "backward")

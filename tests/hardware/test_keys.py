@@ -71,6 +71,7 @@ CHANGES = {
     "pools.rate": ('rate = "3 GB/s"', 'rate = "0.3 GB/s"'),
     "pools.charges": ("charges = { d2h = 1, ", "charges = { d2h = 9, "),
     "networks.per_node": ("per_node = 2", "per_node = 4"),
+    "networks.nodes": ("per_node = 2", "per_node = 2\nnodes = 1"),
     "networks.rate": ('rate = "0.5 GB/s"', 'rate = "0.1 GB/s"'),
     "networks.fixed": ('fixed = "3 us"', 'fixed = "30 us"'),
     "pools.factors": ("factors = { d2h = 0.95, h2d = 0.47 }", "factors = { d2h = 0.1, h2d = 0.47 }"),

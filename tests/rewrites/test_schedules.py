@@ -9,6 +9,7 @@ import pytest
 from sim.engine.replay import replay
 from sim.errors import TraceError
 from sim.hardware.platform import Engine, Link, Platform, Tier
+from sim.layout import lay_out
 from sim.log import EventLog
 from sim.plan import Plan
 from sim.rewrites.pipeline import pipeline
@@ -187,6 +188,36 @@ def test_forwards_beside_backwards_in_a_v_hold_one_part_more(stages: int, n: int
     trace, log = scheduled("dualpipe_v", stages, n, (1, 1, 1), 2)
     assert round(log.end / UNIT, 1) == time == 6 * n + stages - 1
     assert in_flight(trace, log) == [2 * stages + 1] * stages
+
+
+def test_parts_at_both_ends_may_have_no_layers() -> None:
+    """Of four parts on two devices, drawn by hand: the layers are the second, on device 1, and the third, on device 0.
+
+    Device 1 runs forwards in 0-1 and 1-2, device 0 in 1-2 and 2-3 and its backwards in 3-4 and 4-5, device 1 in 4-5 and
+    5-6; the loss takes no time.
+    """
+    base = model(2, 2, 1, 1)
+    trace = pipeline(base, {0: 1, 1: 2}, 2, "interleaved", 2, parts=4)
+    assert round(replay(Plan(trace), line(2)).end / UNIT) == 6
+    assert not departures(trace, base)
+    where = {op.name: op.device for op in trace.ops}
+    assert [where[f"{name}.mb0"] for name in ("f0", "f1", "loss", "b1", "b0")] == [1, 0, 1, 0, 1]
+    with pytest.raises(TraceError, match="without a gap"):
+        pipeline(base, {0: 1, 1: 3}, 2, "interleaved", 2, parts=6)
+
+
+def test_the_stages_of_llama_3_405b_in_small() -> None:
+    """Its 126 layers on 128 parts of 16 stages: the first and the last one have the embedding and the loss alone."""
+    config = {**FAMILIES["llama"], "model_type": "llama", "num_hidden_layers": 14}
+    base = transformer(config, batch=4, sequence=8, precision="bf16")
+    layers = (0, *[1] * 14, 0)
+    trace, _ = lay_out(base, "a100_80_sxm", {"pp": 4, "schedule": "interleaved", "chunks": 4, "micro_batches": 4,
+                                             "layers": layers})  # fmt: skip
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
+    held = [{op.layer for op in trace.ops if op.device == s and op.kind == "matmul"} - {-1} for s in range(4)]
+    assert held == [{3, 7, 11}, {0, 4, 8, 12}, {1, 5, 9, 13}, {2, 6, 10}]
+    assert {op.device for op in trace.ops if op.name.startswith("embed.mb")} == {0}
+    assert {op.device for op in trace.ops if op.name.startswith("head.mb")} == {3}
 
 
 def test_every_unit_is_scheduled_once() -> None:

@@ -46,6 +46,7 @@ def test_parameters_are_those_published(name):
         ("llama2-70b", 68_976_648_192),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
         ("mistral-7b", 7_241_732_096),
         ("tinyllama-1.1b", 1_100_048_384),
         ("qwen2-7b", 7_615_616_512),
