@@ -344,11 +344,9 @@ def _laid_out(
         sizes = by_latency(trace, machine, layout.pp, layout.dp, layout.tp * layout.cp, layout.micro_batches)
         layout = replace(layout, layers=sizes)
     table = part_of_layer(trace, layout)
-    trace = experts_apart(trace) if layout.ep > 1 and layout.cp > 1 else trace  # whose gradients others sum
+    trace = experts_apart(trace) if layout.ep > 1 else trace  # whose gradients others sum
     trace = divide_layers(divide_tokens(trace, layout.cp, layout.ring_attention), layout.tp, layout.sequence_parallel)
     trace = trace if kernels is None else kernels(trace)
-    check_experts(trace, layout.ep)  # in these kernels
-    trace = trace if layout.ep == 1 else experts_apart(trace)
     trace = trace if layout.barrier else updates_by_layer(trace)
     dealt = layout.zero > 1 and layout.dp * layout.cp > 1
     replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep, "buckets": layout.buckets}
@@ -426,7 +424,10 @@ def check_experts(trace: Trace, ep: int) -> None:
     if experts % ep:
         raise LayoutError(f"ep: {ep} does not divide the {experts} experts; nearest: {nearest_divisor(experts, ep)}")
     if trace.meta.get("stack", "eager") != "eager":
-        raise LayoutError(f"ep: experts in fused kernels ({trace.meta['stack']!r}) cannot be divided yet; nearest: 1")
+        raise LayoutError(
+            f"ep: experts in kernels of the stack {trace.meta['stack']!r} cannot be divided once they are fused; build "
+            "the trace eager, and give lay_out(…, kernels=…)"
+        )
     if int(trace.meta.get("micro_batches", 1)) > 1:
         raise LayoutError("ep: the trace has microbatches already; give micro_batches in the layout instead")
 

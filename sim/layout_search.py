@@ -163,7 +163,7 @@ def search_layouts(
     per_node = _per_node(node, devices)
     if node.devices < 2 <= devices:
         node = load_profile(profile, overrides={**(overrides or {}), "devices": str(min(devices, per_node))})
-    candidates = list(layouts(trace, devices, per_node, schedules, experts=kernels is None))
+    candidates = list(layouts(trace, devices, per_node, schedules))
     if not candidates:
         raise LayoutError(
             f"devices: no layout of this trace takes {devices}; nearest: {_nearest(trace, devices, node)}"
@@ -283,13 +283,8 @@ def _nearest(trace: Trace, devices: int, node: Platform) -> int:
     return next((n for n in near if n != devices and any(layouts(trace, n, _per_node(node, n)))), 1)
 
 
-def layouts(
-    trace: Trace, devices: int, per_node: int, schedules: Sequence[str] = SEARCHED, *, experts: bool = True
-) -> Iterator[Layout]:
-    """The layouts that take exactly so many devices and divide the trace without a rest.
-
-    experts: whether replicas may divide experts, which those in fused kernels cannot be.
-    """
+def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] = SEARCHED) -> Iterator[Layout]:
+    """The layouts that take exactly so many devices and divide the trace without a rest."""
     samples, sequence = trace.meta.get("batch", 1), trace.meta.get("sequence")
     layers = len({layer for layer in op_layers(trace).tolist() if layer >= 0})
     for tp, cp in _ranks(trace, devices, per_node):
@@ -299,7 +294,7 @@ def layouts(
             if (pp > 1 and (not layers or layers % pp)) or samples % dp:
                 continue
             zeros = ((0, 1, 2, 3) if pp == 1 else (0, 1)) if dp * cp > 1 else (0,)
-            among = _among_experts(trace, dp) if experts else [1]
+            among = _among_experts(trace, dp)
             orders = schedules if pp > 1 else ("1f1b",)
             for n, schedule, zero, ep in product(_divisors(samples // dp), orders, zeros, among):
                 if n > 1 and pp > 1 and n < pp and n != samples // dp:

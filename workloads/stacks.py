@@ -85,7 +85,7 @@ def as_workload(trace: Trace, stack: str) -> Trace:
 def after_division(stack: str | None, ranks: int) -> Callable[[Trace], Trace] | None:
     """The rewrite to a stack where layers are divided among several ranks before, since fused kernels cannot be.
 
-    None where the trace may have the stack from the start: `lay_out(…, kernels=after_division(stack, tp * cp))`.
+    None where the trace may have the stack from the start: `lay_out(…, kernels=after_division(stack, tp * cp * ep))`.
     """
     return partial(with_stack, stack=stack) if ranks > 1 and stack else None
 

@@ -302,7 +302,7 @@ def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
         given["layers"] = text if text in ("balanced", "dapple") else _numbers("stage-layers", text)
     layout = to_layout(with_devices({**given, "micro_batches": options["micro_batches"]}))
     options = {**options, "micro_batches": 1, "divided": True}
-    if kernels := after_division(options["stack"], layout.tp * layout.cp):
+    if kernels := after_division(options["stack"], layout.tp * layout.cp * layout.ep):
         options["stack"] = None
     changes = overrides(options["set_"]) or None
     trace, platform = lay_out(workload(options), options["profile"], layout, overrides=changes, kernels=kernels)

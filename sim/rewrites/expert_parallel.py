@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.rewrites.dimensions import dimensions, operands
-from sim.rewrites.experts import EXPERTS, is_of_experts, row_span
-from sim.rewrites.rewriter import slice_of
+from sim.rewrites.experts import APART, EXPERTS, is_of_experts, row_span
+from sim.rewrites.rewriter import noted, slice_of
 from sim.rewrites.slots import split_updates
 from sim.trace.graph import Trace
 from sim.trace.op import Op
@@ -39,7 +39,7 @@ from sim.trace.tensor import Tensor
 
 def experts_apart(trace: Trace) -> Trace:
     """The trace with updates of experts in ops of their own."""
-    return split_updates(trace, lambda slot: int(is_of_experts(trace, slot.parameter)))
+    return noted(split_updates(trace, lambda slot: int(is_of_experts(trace, slot.parameter))), **{APART: True})
 
 
 class ExpertShare:

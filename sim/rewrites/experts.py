@@ -21,6 +21,8 @@ from sim.trace.graph import Trace
 from sim.trace.op import Op
 
 EXPERTS = "experts"
+APART = "experts_apart"
+"""Entry of a trace's `meta`: whether no op of its update works on experts and on other weights."""
 
 _WEIGHT = re.compile(r"h\d+\.mlp\.(gate_up|down)\.weight")
 _OF_WEIGHT = re.compile(rf"{_WEIGHT.pattern}(\..*)?")

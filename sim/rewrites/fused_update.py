@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sim.rewrites.experts import APART, experts_of
 from sim.rewrites.fuse import fuse
 from sim.rewrites.kept import kept
 from sim.rewrites.masters import held_weights
+from sim.rewrites.slots import owner
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
 from sim.trace.op import KIND_CODE
@@ -18,7 +20,8 @@ def fuse_updates(trace: Trace, updates: Sequence[int]) -> Trace:
     """The trace with its optimizer ops, of those in `updates`, fused into one op per tile.
 
     A tile is what the ops themselves join (what they pass to each other, versions of one storage), and where the
-    trace knows layers all parameters of a layer, or of none. Each touches gradient, weight and states once as
+    trace knows layers all parameters of a layer, or of none; experts that ranks will divide have tiles of their own.
+    Each touches gradient, weight and states once as
     operands and once as results: 28 bytes per parameter with Adam, in fp32 as with fp32 masters of 16-bit weights.
     """
     optimizer = tuple(op for op in updates if trace.op_columns.kind[op] == OPTIMIZER)
@@ -45,12 +48,15 @@ def tiles(trace: Trace, ops: Sequence[int]) -> list[list[int]]:
 
     layer = op_layers(trace)
     layered = any(layer[op] >= 0 for op in ops)
-    first: dict[tuple[int, int], int] = {}
+    apart = experts_of(trace) if trace.meta.get(APART) else {}
+    names = trace.tensor_columns.name
+    first: dict[tuple[int, int, bool], int] = {}
     for op in ops:
         over = trace.tensor_columns.replaces[list(trace.writes(op))].tolist()
         joined = {int(trace.producer[t]) for t in (*trace.reads(op), *over) if t >= 0}
         if layered:
-            joined.add(first.setdefault((int(device[op]), int(layer[op])), op))
+            of_experts = bool(apart) and all(owner(names[t], apart) for t in trace.writes(op))
+            joined.add(first.setdefault((int(device[op]), int(layer[op]), of_experts), op))
         for other in joined & kept:
             if device[other] == device[op]:
                 root[max(find(op), find(other))] = min(find(op), find(other))

@@ -190,6 +190,19 @@ def with_columns(trace: Trace, meta: Mapping[str, Any] | None = None, **columns:
     )
 
 
+def noted(trace: Trace, **entries: Any) -> Trace:
+    """The same trace with entries in its `meta`."""
+    return Trace(
+        trace.tensor_columns,
+        trace.op_columns,
+        outputs=trace.outputs,
+        carry=trace.carry,
+        meta={**trace.meta, **entries},
+        origin=Origin.identity(trace),
+        like=trace,
+    )
+
+
 def slice_of(total: int, first: int, stop: int, count: int) -> int:
     """Bytes (or FLOPs) of the range `first` to `stop` of `count`; consecutive ranges add up to the total."""
     return total * stop // count - total * first // count

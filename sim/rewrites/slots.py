@@ -7,7 +7,7 @@ parameter's name, or one that lies in another parameter's storage, means that th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from sim.rewrites.rewriter import Rewriter, slice_of
@@ -60,7 +60,7 @@ def weights_of(trace: Trace) -> frozenset[str]:
     return kept(trace, "weight_names", "", find)
 
 
-def owner(name: str, weights: frozenset[str]) -> str | None:
+def owner(name: str, weights: Container[str]) -> str | None:
     """The weight whose name a tensor's name begins with, the longest of several."""
     while name not in weights:
         name, dot, _ = name.rpartition(".")

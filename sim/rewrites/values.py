@@ -402,6 +402,8 @@ class _Check:
             return available
         if isinstance(expr, Slots):
             return self.slot_results(op, expr, have, claims, share)
+        if isinstance(expr, Along) and len(leaves(expr)) > 1:  # of a kernel: its parts in order, each a share
+            return self.results(op, _shares_of_parts(expr), have, claims, share)
         if isinstance(expr, Along):
             return self.shared_results(op, expr, have, claims, share)
         assert isinstance(expr, Part | Microbatch)
@@ -532,7 +534,7 @@ class _Check:
                 enclosing = enclosing.of
                 continue
             if isinstance(enclosing, Microbatch):
-                possible, way = bool(self.by_batch[leaf.id]), "by batch"
+                possible, way = bool(self.by_batch[leaf.id]) or self.is_done_again(op, leaf), "by batch"
             else:
                 ways = set(b.splits.get(leaf.id, ())) - {"batch", "batch_sum"}
                 possible, way = bool(ways) or base.ops[leaf.id].kind in ELEMENTWISE, "into parts"
@@ -575,6 +577,11 @@ class _Check:
             if ranks > 1 and origin.of_rank(expr, 1, axis) != expr:
                 times *= ranks
         return times
+
+    def is_done_again(self, op: int, leaf: Same) -> bool:
+        """Whether a kernel recomputes an op of an earlier phase that reads no rows: as a whole for each microbatch."""
+        earlier = self.base.op_columns.phase[leaf.id] < self.trace.op_columns.phase[op]
+        return bool(earlier) and not any(self.rows[t] for t in self.base.reads(leaf.id))
 
     def is_part_of_tokens_rank(self, expr: Expr) -> bool:
         """Whether ranks that divide tokens work on other parts of the state."""
@@ -761,6 +768,16 @@ class _Check:
 def _inside(expr: Expr) -> Expr:
     """What an expression is a share of, along however many dimensions."""
     return _inside(expr.of) if isinstance(expr, Along) else expr
+
+
+def _shares_of_parts(expr: Expr) -> Expr:
+    """A share of a kernel, as the kernel of the shares of its parts."""
+    if isinstance(expr, Fused):
+        return expr
+    assert isinstance(expr, Part | Microbatch | Along | Slots | Rowwise)
+    inner = _shares_of_parts(expr.of)
+    assert isinstance(inner, Fused)
+    return Fused(tuple(replace(expr, of=part) for part in inner.parts))
 
 
 def _like(expr: Expr, tensor: int) -> Expr:

@@ -55,4 +55,4 @@ def _kernels(task: Task) -> Callable[[Trace], Trace] | None:
     from workloads.stacks import after_division
 
     layout = layout_of(task)
-    return after_division(task["workload"].get("stack"), layout.tp * layout.cp)
+    return after_division(task["workload"].get("stack"), layout.tp * layout.cp * layout.ep)

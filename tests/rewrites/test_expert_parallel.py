@@ -384,7 +384,7 @@ def test_a_gradient_of_experts_summed_over_all_replicas_is_wrong() -> None:
     [
         ({}, {"dp": 4, "ep": 3}, "ep: 3 ranks of experts do not divide dp 4; nearest: 2"),
         ({}, {"dp": 8, "ep": 8}, "ep: 8 does not divide the 4 experts; nearest: 4"),
-        ({"stack": "fused"}, {"dp": 2, "ep": 2}, "ep: experts in fused kernels .* nearest: 1"),
+        ({"stack": "fused"}, {"dp": 2, "ep": 2}, "ep: experts in kernels of the stack .* build the trace eager"),
         ({"micro_batches": 2}, {"dp": 2, "ep": 2}, "ep: the trace has microbatches already"),
         ({}, {"tp": 3}, "tp: 3 does not divide heads and columns .2.; nearest: 2"),
         ({"num_experts_per_tok": 1}, {"tp": 2, "sequence_parallel": True}, "rows of experts, .* nearest: false"),
@@ -403,8 +403,37 @@ def test_a_dense_model_has_no_experts() -> None:
         lay_out(transformer("gpt2", batch=2, sequence=16), "a100_80_sxm", {"dp": 2, "ep": 2})
 
 
-def test_experts_in_kernels_that_are_fused_after_division_are_refused() -> None:
-    """No law could follow their updates, which one kernel computes with those of all else."""
-    base = transformer(MIXTRAL, batch=4, sequence=16, precision="mixed_bf16")
-    with pytest.raises(LayoutError, match=r"ep: experts in fused kernels .* cannot be divided yet; nearest: 1"):
-        lay_out(base, "a100_80_sxm", {"dp": 2, "ep": 2, "tp": 2}, kernels=partial(with_stack, stack="fused"))
+@pytest.mark.parametrize("stack", ["fused", "compiled"])
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (MIXTRAL, {"dp": 4, "ep": 2, "zero": 1, "micro_batches": 2}),
+        (DEEPSEEK, {"dp": 2, "ep": 2, "tp": 2}),
+        (MIXTRAL, {"dp": 2, "ep": 2, "cp": 2, "zero": 3}),
+    ],
+)
+def test_experts_in_kernels_that_are_fused_after_division(config: dict, layout: dict, stack: str) -> None:
+    """Same values; weights of a rank and bytes of exchanges are those of eager kernels, and updates stay apart."""
+    base = transformer(config, batch=8, sequence=16, precision="mixed_bf16", attention="flash", loss="fused")
+    trace, _ = lay_out(base, "a100_80_sxm", layout, kernels=partial(with_stack, stack=stack))
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
+    assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
+    eager, _ = lay_out(base, "a100_80_sxm", layout)
+
+    def held(of: Trace) -> dict[str, int]:
+        return {t.name: t.bytes for t in of.tensors if t.role == "weight" and of.producer[t.id] < 0}
+
+    assert held(trace) == held(eager)
+    assert [op.bytes for op in exchanges(trace, 1)] == [op.bytes for op in exchanges(eager, 1)]
+    assert len(trace.ops) < len(eager.ops)
+
+
+def test_a_kernel_on_the_rows_of_its_own_tokens_is_wrong() -> None:
+    """One that takes what it has before the all-to-all for the rows of its experts."""
+    base = transformer(MIXTRAL, batch=8, sequence=16, precision="mixed_bf16", attention="flash", loss="fused")
+    kernels = partial(with_stack, stack="fused")
+    trace, _ = lay_out(base, "a100_80_sxm", {"dp": 2, "ep": 2}, kernels=kernels)
+    rows = next(op for op in exchanges(trace, 0) if "dispatch" in op.name)
+    reader = trace.readers(rows.writes[0])[0]
+    lying = reading(trace, reader, rows.writes[0], rows.reads[0])
+    assert "wrong" in {each.what for each in departures(lying, base)}
