@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -30,9 +31,10 @@ from sim.rewrites.gradient_buffer import gradient_buffers
 from sim.rewrites.next_step import updates_by_layer, without_barrier
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.schedules import SCHEDULES, parts_per_device, refusal
+from sim.rewrites.stage_partition import LayerCost
 from sim.rewrites.tensor_parallel import divide_layers, divide_tokens
 from sim.rewrites.zero import LEVELS, shard
-from sim.stage_balance import balanced, by_latency
+from sim.stage_balance import balanced, by_latency, layer_costs
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
 from sim.units import parse_bytes
@@ -337,12 +339,7 @@ def _laid_out(
     check_division(trace, layout.tp, layout.sequence_parallel, layout.cp)
     check_context(trace, layout.cp)
     check_experts(trace, layout.ep)
-    if layout.layers == BALANCED and layout.pp > 1:
-        ranks = layout.dp * layout.tp * layout.cp
-        layout = replace(layout, layers=balanced(trace, machine, layout.parts, ranks, layout.micro_batches))
-    if layout.layers == DAPPLE and layout.pp > 1:
-        sizes = by_latency(trace, machine, layout.pp, layout.dp, layout.tp * layout.cp, layout.micro_batches)
-        layout = replace(layout, layers=sizes)
+    layout = with_layers(trace, machine, layout)
     table = part_of_layer(trace, layout)
     trace = experts_apart(trace) if layout.ep > 1 else trace  # whose gradients others sum
     trace = divide_layers(divide_tokens(trace, layout.cp, layout.ring_attention), layout.tp, layout.sequence_parallel)
@@ -358,6 +355,24 @@ def _laid_out(
     sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)
     return sharded, placed(machine, layout.pp, layout.dp, **axes)
+
+
+def with_layers(
+    trace: Trace, machine: Platform, layout: Layout, costs: Callable[[int], Sequence[LayerCost]] | None = None
+) -> Layout:
+    """The layout with a number of layers per part, where it says only how they are chosen.
+
+    trace: an iteration on one device, of all samples.
+    machine: a node with as many devices as the layout takes, at most all that it has.
+    costs: of each layer of the trace on the machine, by the share of it; see `sim.stage_balance.layer_costs`.
+    """
+    if not isinstance(layout.layers, str) or layout.pp == 1:
+        return layout
+    costs = costs or partial(layer_costs, trace, machine)
+    ranks, n = layout.tp * layout.cp, layout.micro_batches
+    if layout.layers == BALANCED:
+        return replace(layout, layers=balanced(costs(layout.dp * ranks * n), machine, layout.parts))
+    return replace(layout, layers=by_latency(costs(ranks * n), machine, layout.pp, layout.dp, ranks, n))
 
 
 def _check_samples(trace: Trace, layout: Layout) -> None:

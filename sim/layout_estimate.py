@@ -8,19 +8,22 @@ nothing. What stands here orders layouts; it proves nothing about any of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
-from sim.layout import Layout, part_of_layer
+from sim.layout import Layout, part_of_layer, with_layers
 from sim.rewrites.dimensions import dimensions
 from sim.rewrites.experts import experts_of
 from sim.rewrites.pipeline import parts_of, weight_gradients
 from sim.rewrites.schedules import DIVIDED, device_of, unit_orders
+from sim.stage_balance import layer_costs
 from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.layers import op_layers
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
 
@@ -64,12 +67,16 @@ class Estimator:
         launch = node.engines[node.engine_for(0, "")].launch
         self.fixed = np.minimum(float(launch), self.total)
         self.later = weight_gradients(trace)
-        self.parts: dict[tuple[int, bool], tuple[Times, Times, Times, Times, Times]] = {}
+        self.parts: dict[tuple[object, int, bool], tuple[Times, Times, Times, Times, Times]] = {}
+        self.layers: dict[bool, tuple[Times, Times, Times, Times, Times]] = {}
+        self.sizes: dict[tuple[object, ...], tuple[int, ...] | str] = {}
+        self.costs = cache(partial(layer_costs, trace, node))
         self.family = dimensions(trace).family
         self.experts = experts_of(trace)
 
     def of(self, layout: Layout) -> Estimate:
-        """The estimate of a layout whose parts have equal numbers of layers."""
+        """The estimate of a layout."""
+        layout = self.resolved(layout)
         fixed, shared, saved, state, of_experts = self._by_part(layout)
         ranks, n = layout.tp * layout.cp * layout.dp, layout.micro_batches
         unit = fixed + shared / (ranks * n)  # (parts, phases)
@@ -86,44 +93,64 @@ class Estimator:
         np.add.at(kept, device, (dense + of_experts / np.where(divided, shards, layout.ep)).sum(axis=1) / layout.tp)
         return Estimate(time + self._exchanged(layout), int(kept.max()), int((kept + most).max()))
 
+    def resolved(self, layout: Layout) -> Layout:
+        """The layout with the numbers of layers that its parts get, where it says only how they are chosen."""
+        if not isinstance(layout.layers, str) or layout.pp == 1:
+            return layout
+        key = layout.layers, layout.parts, layout.dp, layout.tp * layout.cp, layout.micro_batches
+        if key not in self.sizes:
+            self.sizes[key] = with_layers(self.trace, self.node, layout, self.costs).layers
+        return replace(layout, layers=self.sizes[key])
+
     def _by_part(self, layout: Layout) -> tuple[Times, Times, Times, Times, Times]:
         """Per part and phase fixed and shared times of the whole batch; per part bytes saved; per part and kind of
         `STATE` its bytes, and of these those of experts."""
-        divided = layout.schedule in DIVIDED
-        key = layout.parts, divided
+        key = layout.layers, layout.parts, layout.schedule in DIVIDED
         if key not in self.parts:
+            table = list(part_of_layer(self.trace, layout).values()) or [0]
+            fixed, shared, *held = self._by_layer(layout.schedule in DIVIDED)
+            sums = [np.zeros((layout.parts, *each.shape[1:])) for each in (fixed, shared, *held)]
+            for total, each in zip(sums, (fixed, shared, *held), strict=True):
+                np.add.at(total, table, each)
+            self.parts[key] = sums[0], sums[1], sums[2], sums[3], sums[4]
+        return self.parts[key]
+
+    def _by_layer(self, divided: bool) -> tuple[Times, Times, Times, Times, Times]:
+        """As `_by_part`, per layer. divided: whether gradients of weights are a phase of their own."""
+        if divided not in self.layers:
             trace, c = self.trace, self.trace.op_columns
-            part = np.array(parts_of(trace, part_of_layer(trace, layout)))
+            names = sorted({layer for layer in op_layers(trace).tolist() if layer >= 0})
+            layer = np.array(parts_of(trace, {name: i for i, name in enumerate(names)}))
             phase = np.select(
                 [c.phase == PHASE_CODE["forward"], c.phase == PHASE_CODE["update"]], [0, PHASES.index("update")], 1
             )
             if divided:
                 phase[list(self.later)] = PHASES.index("weight")
-            fixed, shared = np.zeros((layout.parts, 4)), np.zeros((layout.parts, 4))
-            np.add.at(fixed, (part, phase), self.fixed)
-            np.add.at(shared, (part, phase), self.total - self.fixed)
-            self.parts[key] = fixed, shared, *self._bytes(part, layout.parts)
-        return self.parts[key]
+            fixed, shared = (np.zeros((max(len(names), 1), len(PHASES))) for _ in range(2))
+            np.add.at(fixed, (layer, phase), self.fixed)
+            np.add.at(shared, (layer, phase), self.total - self.fixed)
+            self.layers[divided] = fixed, shared, *self._bytes(layer, len(fixed))
+        return self.layers[divided]
 
-    def _bytes(self, part: NDArray[np.int64], parts: int) -> tuple[Times, Times, Times]:
-        """Per part what backward reads of forward; per part and kind of `STATE` its bytes, and those of experts."""
+    def _bytes(self, layer: NDArray[np.int64], layers: int) -> tuple[Times, Times, Times]:
+        """Per layer what backward reads of forward; per layer and kind of `STATE` its bytes, and those of experts."""
         trace, columns, phase = self.trace, self.trace.tensor_columns, self.trace.op_columns.phase
         kind = {ROLE_CODE[role]: k for k, role in enumerate(STATE)}
-        saved, state, of_experts = np.zeros(parts), np.zeros((parts, len(STATE))), np.zeros((parts, len(STATE)))
+        saved, state, of_experts = np.zeros(layers), np.zeros((layers, len(STATE))), np.zeros((layers, len(STATE)))
         for t, (size, role) in enumerate(zip(columns.bytes.tolist(), columns.role.tolist(), strict=True)):
             made, readers = int(trace.producer[t]), trace.readers(t)
             if made < 0 and role in PERSISTENT and len(readers):
-                where = part[readers[0]], kind.get(role, 0)
+                where = layer[readers[0]], kind.get(role, 0)
                 state[where] += size
                 of_experts[where] += size * (self.family[t] in self.experts)
             elif role == ROLE_CODE["gradient"] and any(phase[op] == PHASE_CODE["update"] for op in readers):
-                where = part[made], kind[role]
+                where = layer[made], kind[role]
                 state[where] += size
                 of_experts[where] += size * (self.family[t] in self.experts)
             elif made < 0 or phase[made] != PHASE_CODE["forward"] or columns.replaces[t] >= 0:
                 continue
             elif any(phase[op] == PHASE_CODE["backward"] for op in readers):
-                saved[part[made]] += size
+                saved[layer[made]] += size
         return saved, state, of_experts
 
     def _exchanged(self, layout: Layout) -> float:

@@ -4,7 +4,8 @@
     print(found.best, found.runner_up)
 
 `layouts` lists those that are valid: tensor parallelism inside a node, with sequence parallelism, context
-parallelism, or both; stages that divide the layers, in each schedule that has an order for them; replicas that
+parallelism, or both; stages, in each schedule that has an order for them, with as many layers each, or with so many that
+the slowest part takes the least time (`sim.stage_balance`); replicas that
 divide the samples, and among which experts may be divided; ZeRO; microbatches. Two things spare a simulation. The least
 that a device must hold, its part of the training state that no policy moves, proves that a layout cannot fit. An
 estimate of time and memory (the units of the schedule one after the other, bytes of collectives,
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -31,7 +32,7 @@ from sim.errors import LayoutError, TiersimError, near
 from sim.experiment import reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.layout import DDP, Layout, check_context, check_experts, divisible, lay_out
+from sim.layout import BALANCED, DDP, Layout, check_context, check_experts, divisible, lay_out
 from sim.layout_estimate import Estimator
 from sim.policies import load
 from sim.policies.traits import MANAGED_AS
@@ -163,7 +164,8 @@ def search_layouts(
     per_node = _per_node(node, devices)
     if node.devices < 2 <= devices:
         node = load_profile(profile, overrides={**(overrides or {}), "devices": str(min(devices, per_node))})
-    candidates = list(layouts(trace, devices, per_node, schedules))
+    estimator = Estimator(trace, node)
+    candidates = _distinct(layouts(trace, devices, per_node, schedules), estimator)
     if not candidates:
         raise LayoutError(
             f"devices: no layout of this trace takes {devices}; nearest: {_nearest(trace, devices, node)}"
@@ -172,7 +174,6 @@ def search_layouts(
     manages = {word for policy in policies for word in load(policy).manages}
     fit = [each for each in candidates if least_state(trace, each, manages) <= capacity]
     if devices > 1:
-        estimator = Estimator(trace, node)
         estimates = {layout: estimator.of(layout) for layout in fit}
         fit.sort(key=lambda layout: estimates[layout].rank(capacity))
         fit[most:] = sorted(fit[most:], key=lambda layout: estimates[layout].spare(capacity))
@@ -284,14 +285,17 @@ def _nearest(trace: Trace, devices: int, node: Platform) -> int:
 
 
 def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] = SEARCHED) -> Iterator[Layout]:
-    """The layouts that take exactly so many devices and divide the trace without a rest."""
+    """The layouts that take exactly so many devices and divide the trace without a rest.
+
+    Stages have as many layers each, or so many that the slowest takes the least time, which may be the same.
+    """
     samples, sequence = trace.meta.get("batch", 1), trace.meta.get("sequence")
     layers = len({layer for layer in op_layers(trace).tolist() if layer >= 0})
     for tp, cp in _ranks(trace, devices, per_node):
         by_tokens = tp > 1 and isinstance(sequence, int) and sequence % (tp * cp) == 0
         for pp in _divisors(devices // (tp * cp)):
             dp = devices // (tp * cp * pp)
-            if (pp > 1 and (not layers or layers % pp)) or samples % dp:
+            if (pp > 1 and layers < pp) or samples % dp:
                 continue
             zeros = ((0, 1, 2, 3) if pp == 1 else (0, 1)) if dp * cp > 1 else (0,)
             among = _among_experts(trace, dp)
@@ -307,6 +311,18 @@ def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] 
                     continue
                 if pp == 1 or layers % layout.parts == 0:
                     yield layout
+                if pp > 1 and layers > layout.parts:
+                    yield replace(layout, layers=BALANCED)
+
+
+def _distinct(candidates: Iterable[Layout], estimator: Estimator) -> list[Layout]:
+    """Layouts without those that give every part as many layers as one before them."""
+    found: dict[Layout, Layout] = {}
+    for layout in candidates:
+        resolved = estimator.resolved(layout)
+        sizes = {*resolved.layers} if isinstance(resolved.layers, tuple) else set()
+        found.setdefault(replace(resolved, layers=()) if len(sizes) == 1 else resolved, layout)
+    return [*found.values()]
 
 
 def _ranks(trace: Trace, devices: int, per_node: int) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,8 @@ the choice is PipeDream's (`sim.rewrites.stage_partition`), without replicated s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
 from sim.rewrites.dapple_planner import LayerTimes, Machines, plan
@@ -21,17 +23,16 @@ from sim.trace.tensor import ROLE_CODE
 UPDATE, FORWARD = PHASE_CODE["update"], PHASE_CODE["forward"]
 
 
-def layer_costs(trace: Trace, machine: Platform, parts: int, micro_batches: int) -> list[LayerCost]:
+def layer_costs(trace: Trace, machine: Platform, share: int) -> list[LayerCost]:
     """Of each layer, for a microbatch.
 
     trace: an iteration on one device, of all samples.
     machine: on which it would run.
-    parts: among how many equal replicas and ranks its work is divided, besides the microbatches.
-    micro_batches: of each replica.
+    share: among how many equal replicas, ranks and microbatches its work is divided.
     """
     layers = sorted({layer for layer in op_layers(trace).tolist() if layer >= 0})
     place = parts_of(trace, {layer: i for i, layer in enumerate(layers)})
-    total, phase, share = op_times(trace, machine).total.tolist(), trace.op_columns.phase, parts * micro_batches
+    total, phase = op_times(trace, machine).total.tolist(), trace.op_columns.phase
     launch = [machine.engines[machine.engine_for(0, name)].launch for name in _engines(trace)]
     time, sent, weights, forward = ([0] * len(layers) for _ in range(4))
     for op, layer in enumerate(place):
@@ -50,20 +51,19 @@ def layer_costs(trace: Trace, machine: Platform, parts: int, micro_batches: int)
     return [LayerCost(*each) for each in zip(time, sent, weights, forward, strict=True)]
 
 
-def balanced(trace: Trace, machine: Platform, parts: int, ranks: int, micro_batches: int) -> tuple[int, ...]:
-    """How many layers each of so many parts gets. ranks: replicas times the ranks of each."""
-    costs = layer_costs(trace, machine, ranks, micro_batches)
+def balanced(costs: Sequence[LayerCost], machine: Platform, parts: int) -> tuple[int, ...]:
+    """How many layers each of so many parts gets. costs: of each layer, of a rank's part of a microbatch."""
     return partition(costs, parts, _inside(machine), parts, replicated=False).layers
 
 
 def by_latency(
-    trace: Trace, machine: Platform, stages: int, replicas: int, ranks: int, micro_batches: int
+    costs: Sequence[LayerCost], machine: Platform, stages: int, replicas: int, ranks: int, micro_batches: int
 ) -> tuple[int, ...]:
     """How many layers each stage gets so that DAPPLE's latency of an iteration is least.
 
+    costs: of each layer, of a rank's part of a microbatch, which a stage's replicas divide.
     replicas: of each stage, next to each other. ranks: among which a replica's layers are divided.
     """
-    costs = layer_costs(trace, machine, ranks, micro_batches)  # a stage's replicas divide each of these microbatches
     times = [LayerTimes(c.forward, c.time - c.forward, c.sent, c.weights // ranks) for c in costs]
     inside = _inside(machine)
     between = machine.networks[0].rate if machine.networks else inside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 
 from sim import LayoutError, Trace, load_profile, simulate
 from sim.analysis.peak_memory import home_peak
-from sim.layout import Layout, lay_out
+from sim.layout import Layout, lay_out, with_layers
 from sim.layout_estimate import Estimator
-from sim.layout_search import BUCKETS, SEARCHED, layouts, least_state, search_layouts, variants
+from sim.layout_search import BUCKETS, SEARCHED, _distinct, layouts, least_state, search_layouts, variants
 from tests.rewrites.test_expert_parallel import MIXTRAL
 from tests.test_cli import tiersim
 from workloads import transformer
@@ -113,6 +114,51 @@ def test_estimates_know_bubbles_and_memory(every) -> None:
     )
     assert zero.time_ns < alternating.time_ns == flush.time_ns
     assert alternating.kept_bytes < flush.kept_bytes
+
+
+# ---- stages of unequal depth ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def headed() -> Trace:
+    """Six layers, beside whose work that of the head and the loss is large."""
+    config = {**CONFIG, "n_layer": 6, "n_embd": 128, "vocab_size": 32768, "n_positions": 256}
+    return transformer(config, batch=8, sequence=256, precision="mixed_bf16")
+
+
+def test_stages_may_have_unequal_numbers_of_layers(base: Trace, headed: Trace) -> None:
+    found = list(layouts(headed, 4, 8, ["1f1b", "interleaved"]))
+    assert {layout.pp for layout in found if not layout.layers} == {1, 2}  # four stages do not divide six layers
+    assert {layout.pp for layout in found if layout.layers == "balanced"} == {2, 4}
+    assert len(set(found)) == len(found)
+    assert not any(layout.layers for layout in layouts(base, 2, 8))  # two layers are one for each of two stages
+    for layout in found:
+        lay_out(headed, "a100_80_sxm", layout)
+
+
+def test_a_search_balances_stages_where_that_is_faster(headed: Trace) -> None:
+    """Beside every number of layers that each of two stages may have."""
+    how = {"pp": 2, "micro_batches": 4}
+    every = {
+        (first, 6 - first): simulate(headed, "a100_80_sxm", parallel={**how, "layers": (first, 6 - first)}).log.end
+        for first in range(1, 6)
+    }
+    search = search_layouts(headed, "a100_80_sxm", 2, ["keep_all"], most=99, schedules=["1f1b"])
+    times = {row.layout: row.makespan_ns for row in search.rows}
+    assert times[Layout(**how)] == every[3, 3]
+    assert times[Layout(**how, layers="balanced")] == min(every.values()) < every[3, 3]
+
+
+def test_what_gives_every_stage_as_many_layers_is_tried_once(headed: Trace) -> None:
+    estimator = Estimator(headed, load_profile("a100_80_sxm", overrides={"devices": "4"}))
+    given = list(layouts(headed, 4, 8))
+    kept = _distinct(given, estimator)
+    resolved = [(each, with_layers(headed, estimator.node, each)) for each in given]
+    sizes = {each: resolved.layers or (6 // each.parts,) * each.parts for each, resolved in resolved}
+    seen = [(replace(each, layers=()), sizes[each]) for each in given]
+    assert len(kept) == len(set(seen)) < len(given)
+    assert {(replace(each, layers=()), sizes[each]) for each in kept} == set(seen)
+    assert all(estimator.resolved(each) == resolved for each, resolved in resolved)
 
 
 # ---- experts, and how the same is exchanged ---------------------------------------------------------

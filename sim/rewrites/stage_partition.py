@@ -23,6 +23,9 @@ from itertools import accumulate
 
 from sim.errors import TraceError
 
+Scaled = int | Fraction
+"""Nanoseconds times the bytes per second of a link: whole numbers, but for stages on several machines."""
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -56,14 +59,15 @@ class Partition:
 
 def cost_of(layers: Sequence[LayerCost], sizes: Sequence[int], machines: Sequence[int], rate: int) -> Fraction:
     """Time per microbatch of stages of these sizes on so many machines each, ns. rate: bytes per second."""
-    worst, first = Fraction(0), 0
+    worst: Scaled = 0
+    first = 0
     for size, r in zip(sizes, machines, strict=True):
         if first:
-            worst = max(worst, _there_and_back(layers[first - 1], rate))
+            worst = max(worst, _there_and_back(layers[first - 1]))
         own = layers[first : first + size]
         worst = max(worst, _stage(sum(each.time for each in own), sum(each.weights for each in own), r, rate))
         first += size
-    return worst
+    return Fraction(worst) / rate
 
 
 def partition(
@@ -82,20 +86,20 @@ def partition(
     if max(stages, 0 if replicated else machines) > n:
         raise TraceError(f"partition: {n} layers do not make {max(stages, machines)} stages; nearest: {n}")
     times, weights = ([0, *accumulate(getattr(each, name) for each in layers)] for name in ("time", "weights"))
-    best: dict[tuple[int, int, int], tuple[Fraction, tuple[tuple[int, int], ...]]] = {(0, 0, 0): (Fraction(0), ())}
+    sent = [0, *(_there_and_back(each) for each in layers)]
+    best: dict[tuple[int, int, int], tuple[Scaled, tuple[tuple[int, int], ...]]] = {(0, 0, 0): (0, ())}
     deepest = stages or min(n, machines)
     for used in range(1, machines + 1):
         for stage in range(1, deepest + 1) if replicated else range(used, min(used, deepest) + 1):
             for j in range(1, n + 1):
                 found = None
                 for k in reversed(range(j)):
-                    between = _there_and_back(layers[k - 1], rate) if k else Fraction(0)
                     for r in range(1, used + 1) if replicated else (1,):
                         before = best.get((k, used - r, stage - 1))
                         if before is None:
                             continue
                         own = _stage(times[j] - times[k], weights[j] - weights[k], r, rate)
-                        worst = max(before[0], between, own)
+                        worst = max(before[0], sent[k], own)
                         if found is None or worst < found[0]:
                             found = worst, (*before[1], (j - k, r))
                 if found is not None:
@@ -104,13 +108,15 @@ def partition(
     if not ends:
         raise TraceError(f"partition: {machines} machines do not make {stages} stages of one each; nearest: {machines}")
     slowest, rows = min(ends, key=lambda each: each[0])
-    return Partition(tuple(size for size, _ in rows), tuple(r for _, r in rows), slowest)
+    return Partition(tuple(size for size, _ in rows), tuple(r for _, r in rows), Fraction(slowest) / rate)
 
 
-def _stage(time: int, weights: int, r: int, rate: int) -> Fraction:
-    """Time per microbatch of a stage on r machines, ns."""
-    return max(Fraction(time), Fraction(2 * (r - 1) * weights * 10**9, rate)) / r
+def _stage(time: int, weights: int, r: int, rate: int) -> Scaled:
+    """Time per microbatch of a stage on r machines, ns times the rate."""
+    slower = max(time * rate, 2 * (r - 1) * weights * 10**9)
+    return slower if r == 1 else Fraction(slower, r)
 
 
-def _there_and_back(layer: LayerCost, rate: int) -> Fraction:
-    return Fraction(2 * layer.sent * 10**9, rate)
+def _there_and_back(layer: LayerCost) -> int:
+    """Time per microbatch of what a layer sends, ns times the rate."""
+    return 2 * layer.sent * 10**9
