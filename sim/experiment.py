@@ -41,7 +41,7 @@ from sim.policies import label, load
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
 from sim.trace.op import KINDS
-from sim.units import format_bytes, format_time, to_bytes
+from sim.units import format_bytes, format_percent, format_time, to_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -176,7 +176,7 @@ class Result:
                 continue
             # joules are proven to one part in a million
             is_above = found > bound * (1 + (1e-6 if isinstance(bound, float) else 0))
-            above = f"{100 * (found / bound - 1):.2g} % above the least" if is_above else "the least"
+            above = f"{format_percent(found / bound - 1)} above the least" if is_above else "the least"
             lines.append(f"{short}: {above} {what} proven possible among {notes['bound_among']}")
         return tuple(lines)
 

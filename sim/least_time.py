@@ -33,7 +33,7 @@ from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.solvers.trip import trip
 from sim.trace.graph import Trace
 from sim.trace.tensor import ROLE_CODE, ROLES
-from sim.units import format_bytes, format_time, to_bytes
+from sim.units import format_bytes, format_percent, format_time, to_bytes
 
 KEEPING = (
     "run the ops as they are, drop, recompute and copy to the host and back what ops produce, and inputs, in whatever "
@@ -87,7 +87,7 @@ class LowerBound:
             return f"not compared with the bound, since it {outside}: {self.text()}"
         if above is None:
             return self.text()
-        near = f"within {100 * above:.2g} % of what any plan of its class can reach"
+        near = f"within {format_percent(above)} of what any plan of its class can reach"
         return f"{'no plan of its class is faster' if above < 5e-5 else near}: {self.text()}"
 
     def outside(self, log: EventLog) -> str:
@@ -123,7 +123,7 @@ class LowerBound:
         if self.makespan_ns is None:
             return f"no plan fits {format_bytes(self.budget)} among those that {self.among}"
         more = self.makespan_ns / self.ops_ns - 1 if self.ops_ns else 0.0
-        beyond = f", {100 * more:.2g} % beyond" if more > 0.0 else ","
+        beyond = f", {format_percent(more)} beyond" if more > 0.0 else ","
         why = f" ({self.weaker})" if self.weaker else ""
         least = format_time(self.makespan_ns, digits=4)
         return f"no plan takes less than {least}{beyond} every op once, among those that {self.among}{why}"

@@ -163,6 +163,14 @@ def format_time(ns: int, *, digits: int | None = 4) -> str:
 # ---- parsing and formatting --------------------------------------------------------------------
 
 
+def format_percent(fraction: float, *, digits: int = 2, sign: bool = False) -> str:
+    """A fraction in percent to so many digits, never with an exponent: "3.2 %", "58 %", "1,300 %"."""
+    value = 100 * fraction
+    plus = "+" if sign else ""
+    rounded = f"{value:{plus},.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:{plus}.{digits}g}"
+    return f"{rounded} %"
+
+
 def _exact(text: object, units: Units, expected: str) -> Fraction:
     if not isinstance(text, str):
         raise UnitError(f"value {text}: expected {expected}, a string with a unit: {', '.join(units)}")

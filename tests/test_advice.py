@@ -16,12 +16,12 @@ from sim.advice import advise
 from sim.advice.answer import figures
 from sim.advice.bench import STOPPED, pace_of
 from sim.advice.candidates import candidates, lean, space
-from sim.advice.ceiling import keeps_to_class
+from sim.advice.ceiling import Ceiling, keeps_to_class
 from sim.advice.goals import candidates_for, largest_batch, least_memory
 from sim.advice.layouts import _worth
-from sim.advice.narrowing import Search, divisions
+from sim.advice.narrowing import Search, by_ceiling, divisions
 from sim.advice.question import Question
-from sim.advice.reasons import FACTORS
+from sim.advice.reasons import FACTORS, flips
 from sim.advice.state import state_of
 from sim.advice.trials import BOUND, Trials, best, fits, micro_batches, speed
 from sim.errors import Infeasible, PolicyError, TiersimError
@@ -439,6 +439,46 @@ def test_equal_speeds_go_to_the_simplest():
     assert best(rows)["policy"] == "d"
     assert best([row("a", 1000), {**row("b", 1), "status": "infeasible"}])["policy"] == "a"
     assert best([]) is None
+    plain = row("keep_all", 1003, peak=1001)
+    assert best([row("olla", 1000, peak=1000), plain])["policy"] == "keep_all"  # an eighth of a percent is nothing
+    assert best([row("olla", 1000, peak=900), plain])["policy"] == "olla"
+    assert best([row("olla", 900, peak=1000), plain])["policy"] == "olla"
+
+
+def test_a_figure_is_not_said_to_decide_where_a_run_did_not_end(config):
+    """Of a run that was stopped it is not known whether it fits, so that nothing fits "alone" beside it."""
+    asked = Question({"model": config, "batch": 4, **AXES}, "mt3000_survey")
+
+    class Stopped:
+        """Ends every run of the winner before its time."""
+
+        def run_all(self, rounds):
+            for _, names, tags in rounds:
+                yield from (
+                    {**row(name, 1000), **tags, "status": "timed_out" if name == "a" else "ok"} for name in names
+                )
+
+    winner, other = row("a", 1000, moved=1), row("b", 1100, recompute=1)
+    found, tried, known = flips(asked, winner, [winner, other], Stopped())
+    assert found == []
+    assert (tried, known > 0) == (0, True)
+
+
+def test_ranking_what_is_left_open_leaves_time_to_run_some_of_it(config, monkeypatch):
+    """As on a slow machine: each ceiling takes longer than all are worth."""
+    asked = Question(
+        {"model": config, "batch": 2, **AXES}, "a100_40_pcie", open={"optimizer": ("sgd", "lion", "adamw_fused")}
+    )
+    now = [0.0]
+    monkeypatch.setattr("sim.advice.trials.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "sim.advice.narrowing.ceiling", lambda each: (now.__setitem__(0, now[0] + 4), Ceiling(1.0, 1))[1]
+    )
+    trials = Trials(10.0, jobs=1)
+    ranked = by_ceiling(asked.variants, trials)
+    assert len(ranked) == 2
+    assert trials.left_s == 2
+    assert trials.skipped_variants == 1
 
 
 def test_the_reason_names_what_costs_more():

@@ -13,6 +13,7 @@ from sim.errors import UnitError
 from sim.units import (
     format_bytes,
     format_flops,
+    format_percent,
     format_rate,
     format_time,
     parse_bytes,
@@ -140,6 +141,13 @@ def test_to_bytes_refuses_all_else(value):
         (format_flops(312 * 10**12), "312 TFLOP/s"),
         (format_time(1_300_000), "1.3 ms"),
         (format_time(90 * 10**9), "90 s"),
+        (format_percent(0.0321), "3.2 %"),
+        (format_percent(0.58), "58 %"),
+        (format_percent(0.9949), "99 %"),
+        (format_percent(3.0), "300 %"),  # not "3e+02 %"
+        (format_percent(-0.996, sign=True), "-100 %"),
+        (format_percent(12.994, digits=3, sign=True), "+1,299 %"),
+        (format_percent(0.2791, digits=3, sign=True), "+27.9 %"),
     ],
 )
 def test_a_number_is_written_in_its_largest_unit(text, expected):

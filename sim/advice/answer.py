@@ -15,7 +15,7 @@ from sim.advice.trials import SHARE, Row, best, effort, fits, micro_batches, spe
 from sim.analysis.pareto import pareto
 from sim.policies import load
 from sim.report.verdict import difference, does
-from sim.units import format_bytes, format_time
+from sim.units import format_bytes, format_percent, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -188,11 +188,6 @@ def _gb(size: int) -> str:
     return format_bytes(size, digits=3)
 
 
-def _percent(fraction: float) -> str:
-    """ "3.2 %", "58 %", "1,300 %"."""
-    return f"{100 * fraction:,.0f} %" if fraction >= 0.995 else f"{100 * fraction:.2g} %"
-
-
 def _divided(row: Row, asked: Question | None = None) -> str:
     """ " in 4 micro-batches", or nothing for a batch that stays whole.
 
@@ -209,10 +204,10 @@ def _divided(row: Row, asked: Question | None = None) -> str:
 def _use(advice: Advice, top: Row) -> str:
     at = f" at batch {top['batch']}{_divided(top, advice.question)}" if "batch" in top else ""
     slower = above(top, advice.ceiling)
-    less = f"{1 + slower:.2g} times as long as" if slower >= 1 else f"{_percent(slower)} slower than"
+    less = f"{1 + slower:.2g} times as long as" if slower >= 1 else f"{format_percent(slower)} slower than"
     less = "as fast as" if abs(slower) < 0.0005 else less
     if slower <= -0.0005:  # a policy that makes the work itself cheaper
-        less = f"{_percent(-slower)} less time than keeping everything"
+        less = f"{format_percent(-slower)} less time than keeping everything"
     goal = {"memory": ", the least memory found", "batch": ", the largest batch found"}.get(advice.question.goal, "")
     saved = load(str(top["policy"])).saving_lines() if slower <= -0.0005 else ()
     why = f" ({'; '.join(line.removeprefix('declared saving: ') for line in saved)})" if saved else ""
@@ -227,7 +222,7 @@ def _use(advice: Advice, top: Row) -> str:
 
 def _next(top: Row, other: Row, asked: Question) -> str:
     over = 100 * (speed(top) / speed(other) - 1)
-    text = "as fast" if abs(over) < 0.05 else f"{_percent(abs(over) / 100)} {'slower' if over > 0 else 'faster'}"
+    text = "as fast" if abs(over) < 0.05 else f"{format_percent(abs(over) / 100)} {'slower' if over > 0 else 'faster'}"
     peak = other["peak_bytes"] - top["peak_bytes"]
     more = [f"peak {_gb(abs(peak))} {'higher' if peak > 0 else 'lower'}"] if peak else []
     parts = ", ".join([*difference(top, other), *more])
@@ -246,7 +241,7 @@ def _decisive(advice: Advice) -> Iterator[str]:
     figures_ = "figure" if paths == 1 else "figures"
     yield f"{paths} assumed {figures_} of the profile, halved or doubled, would change this ({tried}):"
     for flip in advice.flips:
-        by = "which alone fits" if flip.lead == float("inf") else f"faster by {_percent(flip.lead)}"
+        by = "which alone fits" if flip.lead == float("inf") else f"faster by {format_percent(flip.lead)}"
         yield f"  {flip.path} = {flip.value} instead of {flip.text}: {flip.policy}, {by}"
 
 

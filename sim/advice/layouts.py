@@ -11,6 +11,7 @@ from sim.errors import TiersimError
 from sim.layout import Layout
 from sim.layout_search import POLICIES as USUAL
 from sim.layout_search import LayoutSearch, search_layouts
+from sim.units import format_percent
 
 POLICIES = (*USUAL, "swap_all", "zero_offload + full_recompute")
 """What is run in each layout: policies that plan at once, one of each kind."""
@@ -41,8 +42,8 @@ class Devices:
             return f"layout of {self.number} devices: {search.rows[0].layout}; none of {tried} fitted ({rest})"
         text = f"layout of {self.number} devices: {top.layout}, the fastest of {tried} with {top.policy} ({rest})"
         if other is not None and other.makespan_ns is not None:
-            slower = 100 * (other.makespan_ns / top.makespan_ns - 1)
-            text += f"; next: {other.layout} with {other.policy}, {slower:.2g} % slower"
+            slower = format_percent(other.makespan_ns / top.makespan_ns - 1)
+            text += f"; next: {other.layout} with {other.policy}, {slower} slower"
         return text + (f"; policies were searched in {self.others + 1} layouts" if self.others else "")
 
 

@@ -41,6 +41,8 @@ FEW = 5
 STOPS = (1 / 64, 1 / 16, 1 / 4)
 """Parts of the search's time that a run may take in one round after the other, so that few policies that plan for long
 keep none of the others from being run."""
+RANKING = 0.5
+"""The part of the time left that may go to how fast the combinations of what a question leaves open can be."""
 FAR, NEAR = 0.6, 0.9
 """Parts of the speed of the best run that a way has to reach to be tried further, and to be tried to its end."""
 
@@ -88,12 +90,16 @@ def divisions(asked: Question) -> list[Question]:
 
 
 def by_ceiling(variants: Sequence[Question], trials: Trials) -> list[Question]:
-    """Variants of a question, that first which is the fastest with unlimited memory; those for which there is time."""
+    """Variants of a question, that first which is the fastest with unlimited memory; those for which there is time.
+
+    That is `RANKING` of the time left, so that some is left to run them, and one of them in any case.
+    """
     if len(variants) < 2:
         return list(variants)
     speeds: dict[int, float] = {}
+    ends = trials.used_s + RANKING * trials.left_s
     for i, each in enumerate(variants):
-        if trials.left_s:
+        if trials.left_s and (not speeds or trials.used_s < ends):
             speeds[i] = ceiling(each).speed
     trials.skipped_variants += len(variants) - len(speeds)
     return [variants[i] for i in sorted(speeds, key=lambda i: -speeds[i])]

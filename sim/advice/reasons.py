@@ -96,6 +96,8 @@ def flips(asked: Question, winner: Row, rows: Sequence[Row], trials: Trials) -> 
     ]
     new = [row for row in trials.run_all(rounds) if "assumed" in row]  # a figure of 0 is the same machine
     found: list[Flip] = []
+    late = {row["assumed"] for row in new if row["status"] == "timed_out"}  # of these nothing is known
+    new = [row for row in new if row["assumed"] not in late]
     for key in dict.fromkeys(row["assumed"] for row in new):
         these = [row for row in new if row["assumed"] == key]
         top, own = best(these), next((row for row in these if row["policy"] == winner["policy"]), None)

@@ -291,12 +291,18 @@ def way(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def best(rows: Iterable[Row]) -> Row | None:
-    """The fastest run; of those within `EQUAL` of it that of fewest policies, without recomputation, of least peak."""
+    """The fastest run; of those within `EQUAL` of it that of fewest policies, without recomputation, of least peak.
+
+    A plan whose peak is less than that of none at all by no more than `EQUAL` is not worth having.
+    """
     fitting = [row for row in rows if fits(row)]
     if not fitting:
         return None
     top = max(map(speed, fitting))
-    return min((row for row in fitting if speed(row) >= top * (1 - EQUAL)), key=effort)
+    near = [row for row in fitting if speed(row) >= top * (1 - EQUAL)]
+    least = min(near, key=effort)
+    alike = (row for row in near if row["policy"] == "keep_all" and effort(row)[:2] == effort(least)[:2])
+    return next((row for row in alike if least["peak_bytes"] >= row["peak_bytes"] * (1 - EQUAL)), least)
 
 
 def effort(row: Row) -> tuple[Any, ...]:

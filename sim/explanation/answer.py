@@ -14,7 +14,7 @@ from sim.explanation.parting import Parting, Step
 from sim.explanation.tried import Tried
 from sim.foreign_text import printable
 from sim.policies import label
-from sim.units import format_bytes, format_time
+from sim.units import format_bytes, format_percent, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,7 +104,13 @@ def _gb(size: int) -> str:
 
 def _headline(found: Explanation) -> Iterator[str]:
     over, tier = found.result.summary().get("overhead"), found.result.platform.home(0)
-    much = "" if over is None else "as with" if abs(over) < 5e-4 else f"{100 * over:+.3g} % against"
+    much = (
+        ""
+        if over is None
+        else "as with"
+        if abs(over) < 5e-4
+        else f"{format_percent(over, digits=3, sign=True)} against"
+    )
     than = f", {much} unlimited memory" if much else ""
     where = f"{found.result.platform.name}, {_gb(tier.capacity)} of {tier.name}"
     yield f"{label(found.result.policy)} on {where}: {_ms(found.result.log.end)} per iteration{than}"
@@ -184,7 +190,7 @@ def _changes(found: Explanation) -> Iterator[str]:
     for of, what in (("policy", "of the policy"), ("machine", "of the machine")):
         tried = [each for each in found.changes if each.of == of]
         helps = [
-            f"{each.what}: {_ms(each.makespan_ns)} ({100 * (each.makespan_ns / now - 1):+.2g} %)"
+            f"{each.what}: {_ms(each.makespan_ns)} ({format_percent(each.makespan_ns / now - 1, sign=True)})"
             for each in tried
             if each.makespan_ns is not None and each.makespan_ns < (1 - TRIFLE) * now
         ]
