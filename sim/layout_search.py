@@ -4,9 +4,9 @@
     print(found.best, found.runner_up)
 
 `layouts` lists those that are valid: tensor parallelism inside a node, with sequence parallelism, context
-parallelism, or both; stages, in each schedule that has an order for them, with as many layers each, or with so many that
-the slowest part takes the least time (`sim.stage_balance`); replicas that
-divide the samples, and among which experts may be divided; ZeRO; microbatches. Two things spare a simulation. The least
+parallelism, or both; stages, in each schedule that has an order for them, with as many layers each, or with so many
+that the slowest part takes the least time (`sim.stage_balance`); replicas that divide the samples, and among which
+experts may be divided; ZeRO; microbatches. Two things spare a simulation. The least
 that a device must hold, its part of the training state that no policy moves, proves that a layout cannot fit. An
 estimate of time and memory (the units of the schedule one after the other, bytes of collectives,
 `sim.layout_estimate`) orders the rest, of which `most` are simulated: what is left out there is not proven slower, and
@@ -155,8 +155,10 @@ def search_layouts(
         variants tried.
     on_row: called with each row as it is found.
 
-    Raises LayoutError where no layout has so many devices, or a schedule is not one of `SEARCHED`.
+    Raises LayoutError where no layout has so many devices, a schedule is not one of `SEARCHED`, or `most` is below 1.
     """
+    if most < 1:
+        raise LayoutError(f"most: value {most}: expected at least 1; nearest: 1")
     for schedule in schedules:
         if schedule not in SEARCHED:
             raise LayoutError(f"schedules: {schedule!r} is not searched{near(schedule, SEARCHED)}")

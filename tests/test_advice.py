@@ -453,9 +453,9 @@ def test_a_figure_is_not_said_to_decide_where_a_run_did_not_end(config):
         """Ends every run of the winner before its time."""
 
         def run_all(self, rounds):
-            for _, names, tags in rounds:
+            for _, policies, tags in rounds:
                 yield from (
-                    {**row(name, 1000), **tags, "status": "timed_out" if name == "a" else "ok"} for name in names
+                    {**row(name, 1000), **tags, "status": "timed_out" if name == "a" else "ok"} for name in policies
                 )
 
     winner, other = row("a", 1000, moved=1), row("b", 1100, recompute=1)
@@ -657,6 +657,29 @@ def test_the_largest_batch_is_that_of_all_that_is_searched_at_one_batch(config, 
     asked = Question({"model": config, **AXES}, "a100_40_pcie", goal="batch")
     trials = Filling(2.0 * len(space().every), {"swap_all": 3, "zero_offload + full_recompute": 5, policy: 6})
     assert max(row["batch"] for row in largest_batch(asked, trials) if fits(row)) == 6
+
+
+def test_the_largest_batch_is_one_of_policies_that_take_it_whole(config, monkeypatch):
+    """What splits the batch itself fits any; where it is named, it is run all the same."""
+    few = ("keep_all", "full_recompute", "swap_all", "modnn", "hybrid")
+    monkeypatch.setattr("sim.advice.candidates.names", lambda: few)
+    asked = Question({"model": config, "batch": 1, **AXES}, "a100_40_pcie", budget=8_000_000)
+    tried = {str(row["policy"]) for row in largest_batch(asked, Trials(60.0, jobs=1))}
+    assert {"keep_all", "full_recompute", "swap_all"} <= tried
+    assert "modnn" not in tried
+    named = Question({"model": config, "batch": 1, **AXES}, "a100_40_pcie", budget=8_000_000, policies=("modnn",))
+    assert {str(row["policy"]) for row in largest_batch(named, Trials(2.0, jobs=1))} == {"modnn"}
+
+
+def test_what_is_likely_to_be_the_fastest_does_not_wait_for_all_that_is_quick(config, monkeypatch):
+    """One plans for a seventh of the time; forty others, none of them as fast, for half of that each."""
+    monkeypatch.setattr("sim.advice.narrowing._in_class", lambda asked: float("inf"))
+    asked = Question({"model": config, "batch": 2, "micro_batches": 1, **AXES}, "a100_40_pcie", budget=8_000_000)
+    vars(asked)["kept"] = 1, 1
+    runs = dict.fromkeys(space().others, (3.5, 3000)) | {"full_recompute": (0.1, 2500), "hybrid": (8.0, 2000)}
+    trials = Rehearsed(60.0, runs)
+    assert best(Search(asked, trials).run())["policy"] == "hybrid"
+    assert trials.used_s == 60.0  # not for want of time left
 
 
 def test_a_run_that_is_stopped_for_now_is_run_again_with_more_time_only(config, monkeypatch):

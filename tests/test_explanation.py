@@ -156,3 +156,9 @@ def test_changes_are_simulated_with_the_runs_own_limit_of_recomputation():
     for limit, refused in ((100, False), (0.01, True)):
         found = explain(result, trace=w1(6), seconds=60, recompute_limit=limit)
         assert all((each.makespan_ns is None) == refused for each in found.changes if each.of == "machine")
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_time_of_search_that_is_none_is_refused(seconds):
+    with pytest.raises(TiersimError, match=r"^seconds: value \S+: expected a finite number of at least 0; nearest: 0$"):
+        explain(simulate(w1(1), "a100_40_pcie"), seconds=seconds)

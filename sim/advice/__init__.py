@@ -32,6 +32,7 @@ from sim.advice.trials import BOUND, EQUAL, OnRow, Row, Trials, best, fits, micr
 from sim.arguments import explained
 from sim.errors import TiersimError
 from sim.layout_search import Found
+from sim.policies import load
 from sim.trace.graph import Trace
 from sim.units import parse_bytes
 
@@ -82,8 +83,8 @@ def advise(
     axes: options of `workloads.transformer`: `sequence`, `precision`, … Several values of `precision` or `optimizer`,
         with commas between them, or `any`, leave these to the search, which never changes them otherwise.
 
-    Raises TiersimError for an unknown goal, or several devices without a batch; LayoutError where no layout has so
-    many; ProfileError, WorkloadError, UnitError, StudyError for other mistakes.
+    Raises PolicyError for an unknown policy; TiersimError for an unknown goal, or several devices without a batch;
+    LayoutError where no layout has so many; ProfileError, WorkloadError, UnitError, StudyError for other mistakes.
     """
     if not 0 < seconds < float("inf"):
         raise TiersimError(f"seconds: value {seconds:g}: expected a finite number above 0")
@@ -94,6 +95,8 @@ def advise(
         raise TiersimError("goal 'batch': expected a model by name, and no batch: the search chooses it")
     if devices < 1:
         raise TiersimError(f"devices: value {devices}: expected at least 1")
+    for each in policies or ():
+        load(each)
     if devices > 1 and (goal != "throughput" or not fixed):
         raise TiersimError(f"devices: for {devices} of them give the batch of all, and goal 'throughput'")
     if not isinstance(workload, Trace):

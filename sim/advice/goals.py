@@ -12,6 +12,7 @@ from sim.advice.narrowing import STOPS, Search, by_ceiling, divisions, names_wit
 from sim.advice.question import Question
 from sim.advice.state import state_of
 from sim.advice.trials import BOUND, EQUAL, NOTHING, Row, Trials, best, fits, setting, speed
+from sim.policies import load
 
 LARGEST = 1 << 16
 FLAT = 1.01
@@ -102,20 +103,22 @@ def largest_batch(asked: Question, trials: Trials) -> list[Row]:
     """Doubling, then bisection, with the candidates that are likely to need the least memory; then all of the space.
 
     Each step tries those that fitted the batch below. Where the largest batch of some is known, others are tried at one
-    more, and what fits that goes on from there. What plans for long waits until all others have been tried; those that
-    are likely to be fast run at the largest.
+    more, and what fits that goes on from there. Policies that split the batch themselves are left out unless they are
+    named: as with micro-batches, no batch is too large for them. What plans for long waits until all others have been
+    tried; those that are likely to be fast run at the largest.
     """
     one = asked.changed(batch=1)
+    split = {name for name in _every(one) if load(name).splits_batch} if asked.policies is None else set()
     rows, most, quick = list[Row](), 0, STOPS[0] * trials.seconds
     for lean_alone, stop_s in ((True, quick), (False, quick), (False, None)):
         tried = {str(row["policy"]) for row in rows}
         names = lean([name for part in candidates_for(one) for name in part]) if lean_alone else _every(one)
-        more, most = _up(asked, trials, [name for name in names if name not in tried], most, stop_s)
+        more, most = _up(asked, trials, [name for name in names if name not in tried | split], most, stop_s)
         rows += more
     if most:
         at = asked.changed(batch=most)
         ran = {row["policy"] for row in rows if row["batch"] == most}
-        rows += trials.run(at, [name for name in candidates_for(at)[0] if name not in ran])
+        rows += trials.run(at, [name for name in candidates_for(at)[0] if name not in ran | split])
     return rows
 
 

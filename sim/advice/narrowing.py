@@ -1,7 +1,8 @@
 """The search at one batch: what each way could reach at most, then rounds of ever fewer ways.
 
 A *way* is policies of state (one, a pair, or none) with a number of micro-batches. A few combinations of every way are
-run first; then what plans quickly, all of it without policies of state and a few beside each of these; then, beside the
+run first; then, without policies of state, what plans at once, and, if some of that fits, what is likely to be the
+fastest; then what plans quickly, all of it without policies of state and a few beside each of these; then, beside the
 best policies of state and without any, what is likely to be the fastest, however long it plans; then all that is left,
 the quick ones first. Some policies plan for a hundred times as long as others: a run that exceeds its round's part of
 the time is stopped for now, and those that have been slow in one way wait in the others. Each round goes on with the
@@ -133,8 +134,9 @@ class Search:
         self.ways = self._near(ways, FAR)
         plain, stacked = [way for way in self.ways if not way.base], [way for way in self.ways if way.base]
         stops = [*(part * self.trials.seconds for part in STOPS), None]
-        for stop_s in stops[:2]:
-            self._try_all(plain, stop_s)
+        self._try_all(plain, stops[0])
+        self._lead([way for way in plain if self._best(way)], [], stops[2])
+        self._try_all(plain, stops[1])
         self._try(stacked, {way: self._next(way, stops[0])[:FEW] for way in stacked}, stops[0])
         self._lead(plain, stacked)
         for stop_s in stops:
@@ -145,11 +147,14 @@ class Search:
         self._try(left, {way: self._next(way, None) for way in left})
         return [*self.ran.values()]
 
-    def _lead(self, plain: Sequence[Way], stacked: Sequence[Way]) -> None:
-        """Run what is likely to be the fastest without policies of state and beside the best, however long it plans."""
+    def _lead(self, plain: Sequence[Way], stacked: Sequence[Way], stop_s: float | None = None) -> None:
+        """Run what is likely to be the fastest without policies of state and beside the best, however long it plans.
+
+        stop_s: as for `Trials.each`.
+        """
         first = [way for ways in (plain, stacked) for way in self._near(ways, NEAR)[:1]]
         first = [way for way in self._near(first, NEAR) if self._best(way)] or first
-        self._try(first, dict.fromkeys(first, BESIDE))
+        self._try(first, dict.fromkeys(first, BESIDE), stop_s)
 
     def _next(self, way: Way, stop_s: float | None) -> list[str]:
         """What is combined with the policies of a way next: what has not been, and may take less than some time."""

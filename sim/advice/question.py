@@ -63,7 +63,7 @@ class Question:
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
-            raise TiersimError(f"goal {self.goal!r}: expected one of {', '.join(GOALS)}{near(self.goal, GOALS)}")
+            raise TiersimError(f"goal {self.goal!r} is unknown{near(self.goal, GOALS)}")
         wrong = [key for key in self.workload if key not in ("model", "trace", *WORKLOAD_AXES)]
         if wrong:
             raise WorkloadError(f"{wrong[0]}: there is no such option of a workload{near(wrong[0], WORKLOAD_AXES)}")

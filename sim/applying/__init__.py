@@ -117,6 +117,8 @@ def _settings(to: str, result: Result, meaning: Meaning) -> Exported:
     found = nearest_setting(result, meaning, framework)
     told = found.disagreement <= TOLD
     differences = [found.setting.note] if found.setting.note else []
+    if told and not found.setting.options:
+        differences.append(f"No setting is needed: it is what {to} does by itself.")
     if not told:
         differences.append(
             f"{to} has no switch for this plan. The nearest, which {found.setting.policy!r} simulates, treats "

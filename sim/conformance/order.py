@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -16,16 +17,23 @@ from sim.hardware.platform import Platform
 from sim.log import CAUSE
 from sim.policies.base import MANAGED_AS
 from sim.trace.graph import Trace
-from sim.trace.origin import leaves
+from sim.trace.origin import Expr, Fused, Microbatch, leaves
 from sim.trace.tensor import ROLES
 
 GONE = (CAUSE["dropped"], CAUSE["moved out"])
 
 
 def check_ops(run: Replayed) -> None:
-    """Law 3: every op runs, once unless the policy recomputes; rewrites, moves and evicted roles are declared."""
+    """Law 3: every op runs, once unless the policy recomputes; rewrites, moves and evicted roles are declared, and
+    microbatches."""
     if run.plan is not None and not run.policy.rewrites and run.plan.trace != run.trace:
         raise LawBroken("the plan is for another trace than the one it was asked for; the policy declares no rewrite")
+    if (
+        run.plan is not None
+        and not run.policy.splits_batch
+        and _microbatches(run.plan.trace) - _microbatches(run.trace)
+    ):
+        raise LawBroken("the plan has microbatches of its own; the policy does not say that it splits the batch")
     if run.log is None or run.plan is None:
         return
     ledger, policy = run.ledger, run.policy
@@ -55,6 +63,19 @@ def check_ops(run: Replayed) -> None:
         word = MANAGED_AS[ROLES[role[tensor]]]
         if word not in policy.manages and tensor not in forced and ledger.trace.tensor_columns.bytes[tensor]:
             raise LawBroken(f"{ledger.names[tensor]!r} is dropped or moved; the policy does not say it manages {word}")
+
+
+def _microbatches(trace: Trace) -> set[Fraction]:
+    """The parts of the batch that the ops of a trace work for, each by itself."""
+    return {part for expr in (trace.origin.ops if trace.origin else ()) for part in _parts_of_batch(expr)}
+
+
+def _parts_of_batch(expr: Expr | None) -> Iterator[Fraction]:
+    if isinstance(expr, Microbatch):
+        yield Fraction(expr.stop - expr.first, expr.count)
+    for inner in expr.parts if isinstance(expr, Fused) else [getattr(expr, "of", None)]:
+        if inner is not None:
+            yield from _parts_of_batch(inner)
 
 
 def _placed_elsewhere(run: Replayed) -> Iterator[tuple[int, str]]:

@@ -51,8 +51,11 @@ def explain(
     seconds: how long single changes are tried, 0 for none. Each is one simulation; one that has begun is finished.
     seed, recompute_limit: those of the run.
 
-    Raises TiersimError where a rewritten trace is needed, or the two runs are not of the same machine or job.
+    Raises TiersimError where a rewritten trace is needed, the two runs are not of the same machine or job, or seconds
+    are no such number.
     """
+    if not 0 <= seconds < float("inf"):
+        raise TiersimError(f"seconds: value {seconds:g}: expected a finite number of at least 0; nearest: 0")
     if trace is None and seconds and result.policy.rewrites:
         raise TiersimError(f"{label(result.policy)} rewrites the trace: give the one that was simulated, or seconds=0")
     if other is not None:

@@ -90,6 +90,7 @@ class Policy:
     manages them takes over. fidelity: how near to the published system:
     `code` (checked against the authors'), `equations` (the paper's), or `reconstruction`, the default.
     saves: by what its rewrite makes ops cheaper than those that they stand for (`SAVINGS`), and why.
+    splits_batch: whether it may run parts of the batch one after the other, in microbatches of its own.
     plans_ahead: what an online policy takes from the whole trace before it starts, "" for nothing; its choices then
     depend on what comes after.
     slow: planning takes long, so that `compare` leaves it out unless it is named.
@@ -112,6 +113,7 @@ class Policy:
     manages: ClassVar[tuple[Managed, ...]] = ("activations",)
     yields: ClassVar[tuple[Managed, ...]] = ()
     fidelity: ClassVar[Fidelity] = "reconstruction"
+    splits_batch: ClassVar[bool] = False
     plans_ahead: ClassVar[str] = ""
     slow: ClassVar[bool] = False
     saves: ClassVar[Mapping[Annotated[str, OneOf(SAVINGS)], str]] = MappingProxyType({})

@@ -80,6 +80,15 @@ def test_a_plan_finds_its_setting(policy, to, options):
     assert found.cost.peak_bytes == pytest.approx(found.planned.peak_bytes, rel=0.02)
 
 
+@pytest.mark.parametrize("to", FRAMEWORKS)
+def test_a_plan_without_a_setting_is_not_answered_with_nothing(to):
+    found = export(simulate(trace_of(), "a100_40_pcie", "keep_all"), to)
+    assert found.told
+    options = [line for line in found.text.splitlines() if line not in ("{}", "")]
+    none = f"No setting is needed: it is what {to} does by itself."
+    assert (none in found.differences) == (not options)
+
+
 def test_every_second_layer_is_a_setting_of_transformers_alone():
     result = simulate(trace_of(), "a100_40_pcie", "layers 0 2: full_recompute; rest: keep_all")
     found = export(result, "transformers")

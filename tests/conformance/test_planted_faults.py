@@ -789,7 +789,10 @@ def test_saying_online_and_planning_offline_breaks_online():
 
 @dataclass(frozen=True, kw_only=True)
 class Rewrites(Honest):
+    """Declares all that a rewrite can do, but for what makes ops cheaper."""
+
     rewrites = True
+    splits_batch = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1226,6 +1229,20 @@ def test_microbatches_add_up_to_the_op():
     less = split.op_columns.flops.copy()
     less[parts[0]] -= 1
     assert broken(run(flops=less), COSTS) == {"costs"}
+
+
+def test_a_policy_that_splits_the_batch_says_so():
+    laws = ("capacity", "values", "ops", "order", "tiling", "outcome")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Whole(Rewrites):
+        splits_batch = False
+
+    trace, split = batch_of_eight(), split_batch(batch_of_eight(), 4)
+    assert broken(replayed(Rewrites(), Plan(split), trace, machine_with_launch()), laws) == set()
+    assert broken(replayed(Whole(), Plan(split), trace, machine_with_launch()), laws) == {"ops"}
+    for workload in (trace, split):  # a workload may have microbatches of its own
+        assert broken(replayed(Whole(), Plan(workload), workload, machine_with_launch()), laws) == set()
 
 
 def updates() -> Trace:

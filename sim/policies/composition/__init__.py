@@ -111,6 +111,11 @@ class Composition(Policy):
         return any(part.policy.rewrites for part in self.parts)
 
     @property
+    def splits_batch(self) -> bool:  # type: ignore[override]
+        """Whether a part may split the batch."""
+        return any(part.policy.splits_batch for part in self.parts)
+
+    @property
     def lossless(self) -> bool:  # type: ignore[override]
         """Whether all parts keep the values."""
         return all(part.policy.lossless for part in self.parts)

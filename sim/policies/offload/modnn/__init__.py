@@ -57,6 +57,7 @@ class ModNn(Policy):
 
     moves = True
     rewrites = True
+    splits_batch = True
     needs = frozenset({"host"})
     fidelity = "reconstruction"
     saves = MappingProxyType({"implementation": "moDNN chooses the algorithm of each convolution with its workspace"})

@@ -77,6 +77,7 @@ class MegTaiChi(Policy):
     online = True
     recomputes = True
     rewrites = True
+    splits_batch = True
     slow = True  # up to three trial runs
     fidelity = "reconstruction"
     rarely = "half of the examples fit as they are, and a partition is tried only where that is not so"
