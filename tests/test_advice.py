@@ -679,7 +679,7 @@ def test_what_is_likely_to_be_the_fastest_does_not_wait_for_all_that_is_quick(co
     runs = dict.fromkeys(space().others, (3.5, 3000)) | {"full_recompute": (0.1, 2500), "hybrid": (8.0, 2000)}
     trials = Rehearsed(60.0, runs)
     assert best(Search(asked, trials).run())["policy"] == "hybrid"
-    assert trials.used_s == 60.0  # not for want of time left
+    assert trials.used_s > 59  # it ends for want of time
 
 
 def test_a_run_that_is_stopped_for_now_is_run_again_with_more_time_only(config, monkeypatch):

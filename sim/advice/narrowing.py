@@ -1,13 +1,13 @@
 """The search at one batch: what each way could reach at most, then rounds of ever fewer ways.
 
 A *way* is policies of state (one, a pair, or none) with a number of micro-batches. A few combinations of every way are
-run first; then, without policies of state, what plans at once, and, if some of that fits, what is likely to be the
-fastest; then what plans quickly, all of it without policies of state and a few beside each of these; then, beside the
-best policies of state and without any, what is likely to be the fastest, however long it plans; then all that is left,
-the quick ones first. Some policies plan for a hundred times as long as others: a run that exceeds its round's part of
-the time is stopped for now, and those that have been slow in one way wait in the others. Each round goes on with the
-ways whose best so far is near the best of all, and with a few of those that nothing has fitted yet. Before each run it
-is asked whether it can still win, by bounds on the speed of its way:
+run first, without policies of state also what is likely to be the fastest, since what it reaches spares others; then
+what plans quickly, all of it without policies of state and a few beside each of these; then, beside the best policies
+of state and without any, what is likely to be the fastest, however long it plans; then all that is left, the quick ones
+first. Some policies plan for a hundred times as long as others: a run that exceeds its round's part of the time is
+stopped for now, and those that have been slow in one way wait in the others. Each round goes on with the ways whose
+best so far is near the best of all, and with a few of those that nothing has fitted yet. Before each run it is asked
+whether it can still win, by bounds on the speed of its way:
 
 - without policies of state nothing is faster than everything kept in unlimited memory, with as many micro-batches;
 - what only drops, recomputes and copies activations takes at least what `sim.least_time` proves for the budget;
@@ -134,9 +134,8 @@ class Search:
         self.ways = self._near(ways, FAR)
         plain, stacked = [way for way in self.ways if not way.base], [way for way in self.ways if way.base]
         stops = [*(part * self.trials.seconds for part in STOPS), None]
-        self._try_all(plain, stops[0])
-        self._lead([way for way in plain if self._best(way)], [], stops[2])
-        self._try_all(plain, stops[1])
+        for stop_s in stops[:2]:
+            self._try_all(plain, stop_s)
         self._try(stacked, {way: self._next(way, stops[0])[:FEW] for way in stacked}, stops[0])
         self._lead(plain, stacked)
         for stop_s in stops:
@@ -147,14 +146,11 @@ class Search:
         self._try(left, {way: self._next(way, None) for way in left})
         return [*self.ran.values()]
 
-    def _lead(self, plain: Sequence[Way], stacked: Sequence[Way], stop_s: float | None = None) -> None:
-        """Run what is likely to be the fastest without policies of state and beside the best, however long it plans.
-
-        stop_s: as for `Trials.each`.
-        """
+    def _lead(self, plain: Sequence[Way], stacked: Sequence[Way]) -> None:
+        """Run what is likely to be the fastest without policies of state and beside the best, however long it plans."""
         first = [way for ways in (plain, stacked) for way in self._near(ways, NEAR)[:1]]
         first = [way for way in self._near(first, NEAR) if self._best(way)] or first
-        self._try(first, dict.fromkeys(first, BESIDE), stop_s)
+        self._try(first, dict.fromkeys(first, BESIDE))
 
     def _next(self, way: Way, stop_s: float | None) -> list[str]:
         """What is combined with the policies of a way next: what has not been, and may take less than some time."""
@@ -197,6 +193,9 @@ class Search:
             bare = [Way(asked, whole, "", names[""], kept, _in_class(asked))] if names.get("") else []
             self._try(bare, dict.fromkeys(bare, PROBES))
             ways += bare
+            fitting = [way for way in bare if self._best(way)]
+            if fitting and not any(map(self._best, ways[:-1])):  # what is found here spares others
+                self._try(fitting, dict.fromkeys(fitting, BESIDE), STOPS[-1] * self.trials.seconds)
             if kept * (1 - WORTH) <= self.top:
                 break
             if not paces:
