@@ -659,6 +659,16 @@ def test_the_largest_batch_is_that_of_all_that_is_searched_at_one_batch(config, 
     assert max(row["batch"] for row in largest_batch(asked, trials) if fits(row)) == 6
 
 
+def test_what_resembles_the_largest_batch_so_far_is_tried_before_all_else(config):
+    """A policy that alone fits most fits still more beside one of state, whatever else there is."""
+    asked = Question({"model": config, **AXES}, "a100_40_pcie", goal="batch")
+    fitting = {"full_recompute": 3, "twremat": 16, "stronghold + twremat": 22, "patrickstar + twremat": 23}
+    trials = Filling(len(space().others) + 120.0, fitting)
+    found = {str(row["policy"]): row["batch"] for row in largest_batch(asked, trials) if fits(row)}
+    assert found["patrickstar + twremat"] == 23
+    assert len(space().every) > 2 * trials.seconds
+
+
 def test_the_largest_batch_is_one_of_policies_that_take_it_whole(config, monkeypatch):
     """What splits the batch itself fits any; where it is named, it is run all the same."""
     few = ("keep_all", "full_recompute", "swap_all", "modnn", "hybrid")

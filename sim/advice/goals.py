@@ -19,6 +19,8 @@ FLAT = 1.01
 """A doubled batch that brings less than this factor in speed, even with unlimited memory, is not worth more of them."""
 FEW = 3
 MEMORY_STEP = 0.01
+SOME = 24
+"""So many candidates are tried at one sample more than fits so far, before those that come next are chosen anew."""
 MISSES = 2
 """So many further divisions into micro-batches that need no less memory end their search: the first keeps gradients."""
 
@@ -103,23 +105,41 @@ def largest_batch(asked: Question, trials: Trials) -> list[Row]:
     """Doubling, then bisection, with the candidates that are likely to need the least memory; then all of the space.
 
     Each step tries those that fitted the batch below. Where the largest batch of some is known, others are tried at one
-    more, and what fits that goes on from there. Policies that split the batch themselves are left out unless they are
-    named: as with micro-batches, no batch is too large for them. What plans for long waits until all others have been
-    tried; those that are likely to be fast run at the largest.
+    more, `SOME` at a time, and what fits that goes on from there; what shares its parts with those that fit the most so
+    far comes first. Policies that split the batch themselves are left out unless they are named: as with micro-batches,
+    no batch is too large for them. What plans for long waits until all others have been tried; those that are likely to
+    be fast run at the largest.
     """
     one = asked.changed(batch=1)
-    split = {name for name in _every(one) if load(name).splits_batch} if asked.policies is None else set()
-    rows, most, quick = list[Row](), 0, STOPS[0] * trials.seconds
-    for lean_alone, stop_s in ((True, quick), (False, quick), (False, None)):
-        tried = {str(row["policy"]) for row in rows}
-        names = lean([name for part in candidates_for(one) for name in part]) if lean_alone else _every(one)
-        more, most = _up(asked, trials, [name for name in names if name not in tried | split], most, stop_s)
-        rows += more
+    every = _every(one)
+    split = {name for name in every if load(name).splits_batch} if asked.policies is None else set()
+    quick = STOPS[0] * trials.seconds
+    first = lean([name for part in candidates_for(one) for name in part])
+    rows, most = _up(asked, trials, [name for name in first if name not in split], 0, quick)
+    for stop_s in (quick, None):
+        tried = {str(row["policy"]) for row in rows} | split
+        left = [name for name in every if name not in tried]
+        while left and trials.left_s:
+            left = _like_the_largest(left, rows, most)
+            more, most = _up(asked, trials, left[:SOME], most, stop_s)
+            rows, left = rows + more, left[SOME:]
     if most:
         at = asked.changed(batch=most)
         ran = {row["policy"] for row in rows if row["batch"] == most}
         rows += trials.run(at, [name for name in candidates_for(at)[0] if name not in ran | split])
     return rows
+
+
+def _like_the_largest(names: Sequence[str], rows: Sequence[Row], most: int) -> list[str]:
+    """Some candidates; those first of which the last part, or the others, fit the largest batch so far elsewhere."""
+    parts = [str(row["policy"]).rpartition(" + ") for row in rows if fits(row) and row["batch"] == most]
+    bases, others = {base for base, _, _ in parts if base}, {other for _, _, other in parts}
+
+    def unlike(name: str) -> int:
+        base, _, other = name.rpartition(" + ")
+        return -2 * (other in others) - (base in bases)
+
+    return sorted(names, key=unlike)
 
 
 def _up(
