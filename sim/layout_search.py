@@ -33,7 +33,7 @@ from sim.experiment import reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.layout import BALANCED, DDP, Layout, check_context, check_experts, divisible, lay_out
-from sim.layout_estimate import Estimator
+from sim.layout_estimate import Estimate, Estimator
 from sim.policies import load
 from sim.policies.traits import MANAGED_AS
 from sim.rewrites.dimensions import TENSOR, dimensions
@@ -146,7 +146,8 @@ def search_layouts(
     policies: policies or compositions, by name.
     budget: of each device; None for its capacity.
     most: how many layouts are simulated, and then how many variants; where no layout fits, the others follow, those
-        with memory to spare by their estimate first, until one does.
+        with memory to spare by their estimate first, until one does. As long as none has, every second one is that of
+        least memory by its estimate.
     schedules: of pipelines, those to try.
     seconds: wall-clock time after which no further layout is simulated; None for no limit.
     overrides, kernels: as for `lay_out`.
@@ -175,6 +176,7 @@ def search_layouts(
     capacity = node.home(0).capacity if budget is None else _bytes(budget)
     manages = {word for policy in policies for word in load(policy).manages}
     fit = [each for each in candidates if least_state(trace, each, manages) <= capacity]
+    estimates: dict[Layout, Estimate] = {}
     if devices > 1:
         estimates = {layout: estimator.of(layout) for layout in fit}
         fit.sort(key=lambda layout: estimates[layout].rank(capacity))
@@ -186,7 +188,7 @@ def search_layouts(
     def is_late() -> bool:
         return seconds is not None and bool(rows) and time.monotonic() - began > seconds
 
-    for layout in fit:
+    for layout in _in_turn(fit, estimates, lambda: any(row.makespan_ns is not None for row in rows)):
         if is_late() or (tried >= most and any(row.makespan_ns is not None for row in rows)):
             break
         tried += 1
@@ -218,6 +220,20 @@ def search_layouts(
                 rows.append(_row(layout, policy, divided, platform, budget))
                 on_row(rows[-1])
     return LayoutSearch(tuple(rows), len(candidates) - len(fit), len(fit) - tried, kept)
+
+
+def _in_turn(
+    layouts: Sequence[Layout], estimates: Mapping[Layout, Estimate], is_found: Callable[[], bool]
+) -> Iterator[Layout]:
+    """Layouts in their order; as long as none of those before has fitted, every second one is the leanest left."""
+    left = dict.fromkeys(layouts)
+    lean = iter(sorted(layouts, key=lambda layout: estimates[layout].kept_bytes) if estimates else ())
+    leaner = False
+    while left:
+        layout = next(each for each in (lean if leaner and not is_found() else left) if each in left)
+        leaner = bool(estimates) and not leaner
+        del left[layout]
+        yield layout
 
 
 def _worth_varying(rows: Sequence[Found], most: int) -> Iterator[tuple[Layout, list[str]]]:

@@ -325,6 +325,24 @@ def test_the_best_is_the_fastest_that_was_simulated_and_fits(base: Trace) -> Non
     assert found.left_out == len(list(layouts(base, 2, 8))) - 3
 
 
+def test_as_long_as_nothing_fits_lean_layouts_are_tried_in_turn(headed: Trace) -> None:
+    """In half of the least memory of the fastest layouts; without turns those are all tried first."""
+    peaks = {}
+    for layout in layouts(headed, 4, 8, ["1f1b"]):
+        log = simulate(*lay_out(headed, "a100_80_sxm", layout)).log
+        peaks[layout] = home_peak(log)
+    budget = sorted(peaks.values())[1]
+    found = search_layouts(headed, "a100_80_sxm", 4, ["keep_all"], budget=budget, schedules=["1f1b"], most=99)
+    first = next(i for i, row in enumerate(found.rows) if row.makespan_ns is not None)
+    assert first < 6 < len(found.rows) - 2
+    tried = [
+        row.layout
+        for row in found.rows
+        if not any(getattr(row.layout, key) != value for key, value in EXCHANGES.items())
+    ]
+    assert len(tried) == len(set(tried))
+
+
 def test_what_cannot_hold_its_state_is_not_simulated(base: Trace) -> None:
     found = search_layouts(base, "a100_80_sxm", 2, ["keep_all"], budget=1000)
     assert found.rows == ()
