@@ -68,6 +68,16 @@ def test_a_search_that_met_its_limit_counts_for_nothing():
     assert planning.solved("checkmate", rows) == [(9, 1.0)] * 3
 
 
+def test_a_law_is_scaled_by_the_geometric_mean_of_what_gpts_took():
+    law = planning.Law("power", -7.0, 2.0, 0.1, (1.0, 2.0, 3.0))
+    n = planning.Model("", 1).ops
+    rows = [{"layers": 1, "cpu_s": factor * math.exp(law.at(n)[0]), "ended": ended}
+            for factor, ended in ((0.01, "optimal"), (0.0001, "limit"), (5.0, "infeasible"))]  # fmt: skip
+    found = planning.scaled(law, "checkmate", {"gpt": {"checkmate": rows}})
+    assert found.at(300)[0] - law.at(300)[0] == pytest.approx(math.log(0.001))
+    assert planning.scaled(law, "poet", {"gpt": {"checkmate": rows}}) is None
+
+
 def test_every_planner_has_enough_lengths_to_leave_one_out():
     for name, rows in DATA["planners"].items():
         assert len({n for n, _ in planning.solved(name, rows)}) >= 4, name

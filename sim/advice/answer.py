@@ -284,7 +284,7 @@ def _nothing(advice: Advice) -> Iterator[str]:
     elif advice.skipped and not advice.changes:
         yield f"Of {runs} policies and compositions that were run, none fits."
     elif advice.devices is not None and advice.devices.search.left_out:
-        yield f"Nothing fits in the layouts that were tried: {runs} policies and compositions were run in the best of them."
+        yield f"Nothing fits in the layouts that were tried: {runs} policies and compositions were run in the best."
     elif runs:
         yield f"Nothing fits: {runs} policies and compositions were run."
     else:
