@@ -78,10 +78,10 @@ FINDINGS = (
     """**Dynamic programs: "up to months" is bounded from above.** `rotor` grows as n^{power:.1f}, near the n^3 of its
     paper. Over the stages of a model of {large} it takes {of}, over its single ops {by_op}. A month is what a chain of
     some {slots:,} stages would take, {more:.1f} times as many as that model has forward ops.""",
-    """**Integer programs: "hours to days" holds over stages of the smallest class, and is too little for single ops.** By the
-    power law, which is the milder one, `checkmate` takes {coarse} over the stages of {small}; over its ops, scaled to
-    what layers of a GPT took, {fine}. It comes to a day at some {day} ops, which are {layers:.0f} layers. So who solves
-    programs of that kind at scale does it block by block, or rounds their relaxation.""",
+    """**Integer programs: "hours to days" holds over stages of the smallest class, and is too little for single
+    ops.** By the power law, which is the milder one, `checkmate` takes {coarse} over the stages of {small}; over its
+    ops, scaled to what layers of a GPT took, {fine}. It comes to a day at some {day} ops, which are {layers:.0f}
+    layers. So who solves programs of that kind at scale does it block by block, or rounds their relaxation.""",
     """**It depends on the program, not on its being one.** Which tensor lies where at which time (`autotm`) is an
     integer program, too; over the ops of {large} it takes {placing} by the power law.""",
 )

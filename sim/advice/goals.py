@@ -20,7 +20,7 @@ FLAT = 1.01
 FEW = 3
 MEMORY_STEP = 0.01
 SOME = 24
-"""So many candidates are tried at one sample more than fits so far, before those that come next are chosen anew."""
+"""So many candidates are tried at one sample more than fits so far, before the next of them are chosen."""
 MISSES = 2
 """So many further divisions into micro-batches that need no less memory end their search: the first keeps gradients."""
 
