@@ -80,10 +80,12 @@ def _answer(label: str, policy: Policy, setting: Setting) -> Answer:
     about = _about(label, policy)
     try:
         result = simulate(setting.trace, setting.platform, policy, budget=setting.budget, **setting.replay)
+        result = replace(result, name=label)
         return Answer({**about, **result.summary(), "plan_s": result.plan_s}, result)
     except (Infeasible, Deadlock) as error:
         row, ran = {**about, **_refusal(error)}, getattr(error, "plan", None)
         attempt = getattr(error, "attempt", None)
+        attempt = attempt if attempt is None else replace(attempt, name=label)
     except PolicyError as error:
         return replace(failed(label, policy, str(error)), does_not_apply=True)
     except (IllegalPlan, PolicyFailed) as error:

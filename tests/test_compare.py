@@ -336,6 +336,12 @@ def test_figures_are_drawn_on_request_alone(job, capsys, tmp_path):
     assert (code, err) == (2, "tiersim: Invalid value: --figures: name their folder: -o DIR\n")
 
 
+def test_figures_of_the_fastest_are_titled_as_its_row():
+    table = compare(synthetic.uniform_chain(4), "a100_40_pcie", ["keep_all", "swap_all"])
+    for name, result in table.results.items():
+        assert result.plot_memory().get_suptitle() == result.name == name
+
+
 def test_floors_that_take_a_search_are_found_on_request(job, capsys):
     trace = synthetic.uniform_chain(6)
 

@@ -23,6 +23,9 @@ from sim.commands.saved import Wanted, files_beside, saved_view, say_saved
 if TYPE_CHECKING:
     from sim.report.page import RunView, SavedView
 
+PAGES = (".html", ".htm")
+"""Endings of a page's name."""
+
 
 def report(
     source: Annotated[str, typer.Argument(help="folder of `run -o`, `compare -o`, `demo` or `sweep`")],
@@ -44,6 +47,11 @@ def report(
     folder, target = Path(source), Path(out)
     if target.is_dir():
         raise typer.BadParameter(f"-o {out!r}: a folder; expected the name of a file, such as report.html")
+    if target.suffix.lower() not in PAGES:
+        raise typer.BadParameter(
+            f"-o {out!r}: a report is a page in HTML; expected {str(target.with_suffix('.html'))!r}. "
+            "Pictures are drawn with the results: `compare -o DIR --figures pdf`"
+        )
     if cell and not (folder / "study.json").is_file():
         raise typer.BadParameter(f"--cell: {source} is not the folder of a sweep; only a sweep has cells")
     wanted = Wanted(folder, target, trust, cell or (), runs)

@@ -388,6 +388,15 @@ def test_a_run_that_would_not_end_is_not_made_again_unasked_and_says_so(changes,
     assert said in read(tmp_path / "r.html").parts["run"]["caution"][0]
 
 
+@pytest.mark.parametrize("name", ["page.pdf", "page.png", "page"])
+def test_a_page_is_written_under_the_name_of_a_page_alone(tmp_path, capsys, name):
+    assert tiersim("run", *JOB, "--policy", "keep_all", "-o", tmp_path / "out", capsys=capsys)[0] == 0
+    status, _, said = tiersim("report", tmp_path / "out", "-o", tmp_path / name, capsys=capsys)
+    assert (status, (tmp_path / name).exists()) == (2, False)
+    assert "page.html" in said
+    assert "--figures pdf" in said
+
+
 def test_a_number_that_no_trace_can_hold_is_one_line_even_where_asked(tmp_path, capsys):
     assert tiersim("run", *JOB, "--policy", "keep_all", "-o", tmp_path / "out", capsys=capsys)[0] == 0
     for changes, said in (({"batch": 10**30}, "bytes: 2**63 or more"), ({"set_": ["a=" + "9" * 5000]}, "a")):

@@ -19,8 +19,8 @@ from workloads.capturing.places import is_installed
 MOST = 20_000
 """Objects that are looked at before the search ends."""
 DESCRIBED = (
-    "let it train a module (one step, as in the loop, of a model made at the file's top level), build all and return "
-    "such a step, as in `return step`, or return a dict with `module`, `inputs` and `loss`"
+    "make model and optimizer outside it, at the file's top level, so that it is one step of the loop; or build all "
+    "inside and return such a step, as in `return step`; or return a dict with `module`, `inputs` and `loss`"
 )
 """What a function must be to be captured, in the words of an error."""
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, BuiltinFunctionType)
@@ -58,7 +58,7 @@ def joined(modules: dict[str, Any], optimizers: list[Any]) -> Any:
     others = list({id(p): p for p in trained if id(p) not in known}.values())
     if not modules and not others:
         raise WorkloadError(
-            f"the function refers to no module with parameters, so that there is no step to capture: {DESCRIBED}"
+            f"the function trains no module that was made before its call, so that there is no step: {DESCRIBED}"
         )
     if len(modules) == 1 and not others:
         return next(iter(modules.values()))
