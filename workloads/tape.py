@@ -288,12 +288,15 @@ class Tape:
             return ()
         for v in kernel.writes:
             of = self._gradient_of.get(v.tensor)
-            has_rows = bool(v.shape) and (v.shape[0] % self.samples == 0 or v.shape[0] == self.routed)
-            summed = not has_rows if of is None else of not in self._rows
-            (self._sums if summed else self._rows).add(v.tensor)
+            has_rows = self._has_rows(v) if of is None else of in self._rows
+            (self._rows if has_rows else self._sums).add(v.tensor)
         if kernel.across:
             return ()
         return ("batch",) if any(v.tensor in self._rows for v in kernel.writes) else ("batch_sum",)
+
+    def _has_rows(self, value: Value) -> bool:
+        """Whether a shape allows for one row per sample, or one for each token of an expert."""
+        return bool(value.shape) and (value.shape[0] % self.samples == 0 or value.shape[0] == self.routed)
 
     def per_sample(self, value: Value) -> None:
         """Note that a value without operands, such as a mask, has one row per sample all the same."""
