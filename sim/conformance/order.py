@@ -24,8 +24,7 @@ GONE = (CAUSE["dropped"], CAUSE["moved out"])
 
 
 def check_ops(run: Replayed) -> None:
-    """Law 3: every op runs, once unless the policy recomputes; rewrites, moves and evicted roles are declared, and
-    microbatches."""
+    """Law 3: every op runs, once unless the policy recomputes; rewrites, moves and evicted roles are declared."""
     if run.plan is not None and not run.policy.rewrites and run.plan.trace != run.trace:
         raise LawBroken("the plan is for another trace than the one it was asked for; the policy declares no rewrite")
     if (
