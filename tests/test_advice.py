@@ -489,6 +489,12 @@ def test_the_reason_names_what_costs_more():
     assert kind(row("c", 1, moved=1, recompute=1)) == "both"
 
 
+def test_policies_that_do_not_apply_are_not_said_not_to_fit(config):
+    text = advise(config, "a100_40_pcie", batch=1, policies=["swap_all + swap_all"], jobs=1, seconds=60, **AXES).text()
+    assert "swap_all + swap_all does not apply: " in text
+    assert "fit" not in text.partition("does not apply")[2]
+
+
 def test_a_search_without_time_says_so_and_keeps_what_it_has(config):
     asked = Question({"model": config, "batch": 2, **AXES}, "a100_40_pcie")
     trials = Trials(1e-9, jobs=1)

@@ -281,6 +281,12 @@ def _nothing(advice: Advice) -> Iterator[str]:
     elif advice.skipped and not advice.changes and all(row["status"] == "timed_out" for row in advice.rows):
         yield "No run ended in the time of the search, so that it is not known what fits."
         return
+    elif runs and not advice.changes and all(row["status"] in ("not_applicable", "failed") for row in advice.rows):
+        why = str(advice.rows[0]["error"]).partition("\n")[0]
+        yield f"{advice.rows[0]['policy']} does not apply: {why}" + (
+            f" (nor does any other of {runs})" if runs > 1 else ""
+        )
+        return
     elif advice.skipped and not advice.changes:
         yield f"Of {runs} policies and compositions that were run, none fits."
     elif advice.devices is not None and advice.devices.search.left_out:
