@@ -151,13 +151,19 @@ def _sums_over_devices(trace: Trace, device: Sequence[int]) -> list[int]:
 
 
 def weight_gradients(trace: Trace) -> frozenset[int]:
-    """The backward ops that no other op of backward waits for, but for sums of what they produce."""
+    """The backward ops that no other op of backward waits for, but for sums of what they produce.
+
+    Among them are those that gather operands for them alone: with sequence parallelism, the inputs of layers, of which
+    a rank has its own tokens until then (`pre_process` of sail-sg's `zero-bubble-pipeline-parallelism`).
+    """
     gradient, c = ROLE_CODE["gradient"], trace.op_columns
     role = trace.tensor_columns.role
     found: set[int] = set()
     for op in reversed(range(len(trace.ops))):
+        gathers = op in c.ring and c.ring[op].passes == 1
         if c.phase[op] == PHASE_CODE["backward"] and all(
-            role[t] == gradient and all(r in found or c.phase[r] == PHASE_CODE["update"] for r in trace.readers(t))
+            (role[t] == gradient or gathers)
+            and all(r in found or c.phase[r] == PHASE_CODE["update"] for r in trace.readers(t))
             for t in trace.writes(op)
         ):
             found.add(op)

@@ -235,6 +235,34 @@ def test_a_norm_is_not_divided_by_columns() -> None:
     assert "wrong" in whats(trace)
 
 
+@pytest.mark.parametrize("t", [2, 4])
+def test_what_waits_for_the_gradients_of_weights(t: int) -> None:
+    """Of a layer 28 s b h / t + 4 s b h bytes between backward and the weight gradients of zero-bubble schedules.
+
+    Inputs of four layers, (2 + 2 + 2 + 8) / t, which are gathered with the weight gradients alone; gradients of what
+    is divided by columns, (6 + 8) / t, and two of width h that have been gathered for the gradients of inputs.
+    """
+    base = step()
+    trace, _ = lay_out(base, "a100_80_sxm", {"tp": t, "sequence_parallel": True, "pp": 2, "schedule": "zb_h1",
+                                             "micro_batches": 2})  # fmt: skip
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
+    products = {f"h1.{name}.bwd.weight.mb0" for name in ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")}
+    held = set()
+    for op in (op for op in trace.ops if op.name in products):
+        for read in op.reads[:2]:
+            made = trace.ops[int(trace.producer[read])]
+            late = made.ring is not None and ".bwd.weight" in made.name
+            held |= set(made.reads) if late else {read}
+    s, b, h = 16, 4 // 2, GPT["n_embd"]
+    assert sum(trace.tensors[each].bytes for each in held) == 28 * s * b * h // t + 4 * s * b * h
+    gathers = [
+        op.id for op in trace.ops if op.ring is not None and ".bwd.weight" in op.name and op.name.endswith("mb0")
+    ]
+    last = max(op.id for op in trace.ops if op.device == 1 and op.name == "h1.attn.qkv.bwd.mb0")
+    assert len(gathers) >= 2
+    assert all(op > last for op in gathers if trace.ops[op].device == 1)
+
+
 # ---- what cannot be divided --------------------------------------------------------------------------
 
 
