@@ -489,6 +489,14 @@ def test_the_reason_names_what_costs_more():
     assert kind(row("c", 1, moved=1, recompute=1)) == "both"
 
 
+def test_the_state_is_told_before_anything_runs(config):
+    told = []
+    advice = advise(config, "a100_40_pcie", batch=2, policies=FEW, jobs=1, on_state=told.append,
+                    on_row=lambda row, done, of: told.append(row), **AXES)  # fmt: skip
+    assert told[0] == advice.state
+    assert len(told) > 1
+
+
 def test_policies_that_do_not_apply_are_not_said_not_to_fit(config):
     text = advise(config, "a100_40_pcie", batch=1, policies=["swap_all + swap_all"], jobs=1, seconds=60, **AXES).text()
     assert "swap_all + swap_all does not apply: " in text

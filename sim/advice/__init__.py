@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +62,7 @@ def advise(
     jobs: int | None = None,
     seed: int = 0,
     on_row: OnRow | None = None,
+    on_state: Callable[[State], None] = lambda state: None,
     devices: int = 1,
     **axes: Any,
 ) -> Advice:
@@ -78,6 +79,7 @@ def advise(
     jobs: processes; None for one per processor.
     seed: of policies that draw random numbers.
     on_row: called with each finished run, how many of its round have ended, and how many it has.
+    on_state: called with what of the job is there before any activation, before anything has run.
     devices: how many are used. With several `batch` is that of all of them; the first part of the search's time goes to
         layouts (`sim.layout_search`), the rest to the policies in the best of them, and the goal is `throughput`.
     axes: options of `workloads.transformer`: `sequence`, `precision`, … Several values of `precision` or `optimizer`,
@@ -116,6 +118,7 @@ def advise(
             began = time.monotonic()
         first = [asked.variants[0]] if over is not None else asked.variants
         state = min((state_of(each.trace, each.limited) for each in first), key=lambda state: state.bytes)
+        on_state(state)
         search = {"batch": of_each_variant(largest_batch), "memory": of_each_variant(least_memory)}.get(
             goal, at_one_batch if fixed else of_each_variant(fastest_batch)
         )

@@ -100,7 +100,8 @@ def advise(ctx: typer.Context, **options: Any) -> None:
         how["batch"] = None
     figures = overrides(options["set_"])
     policies = names_of(options["policies"])
-    advice = search(subject, options["profile"], figures=figures, policies=policies, on_row=_told, **how, **axes)
+    told: dict[str, Any] = {"on_row": _told, "on_state": lambda state: say(state.text())}
+    advice = search(subject, options["profile"], figures=figures, policies=policies, **told, **how, **axes)
     print(to_json(advice.as_dict()) if options["json"] else advice.text(), end="\n" if options["json"] else "")
     if advice.best is None:
         raise typer.Exit(1)
