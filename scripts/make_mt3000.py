@@ -172,7 +172,7 @@ def _together(found: Cells, words: tables.Words) -> dict[str, Any]:
     said = [words["layout"].format(job=job, layout=layout, policy=policy) for job, (layout, policy) in best.items()]
     return {
         "batch": study.BATCH,
-        "layouts_said": "；".join(said) if words is WORDS["zh"] else "; ".join(said),
+        "layouts_said": words["apart"].join(said),
         "no_layout": words["no layout"].format(words["list"].join(none)) if none else "",
         "together_table": tables.together_table(found, words),
     }
@@ -184,7 +184,7 @@ def _wrong(made: Sequence[Prediction], words: tables.Words) -> str:
         for job, where, ratio, faster, right in made
         if not right
     ]
-    return words["wrong"].format("; ".join(said)) if said else ""
+    return words["wrong"].format(words["apart"].join(said)) if said else ""
 
 
 def wrapped(text: str) -> str:

@@ -300,21 +300,30 @@ for two free cores only if the load above is small; processor time is that of al
 
 def draw(data: Mapping[str, Any], path: Path) -> None:
     """Microseconds per op over ops, a panel per kind."""
+    from sim.report.colours import policy_colour, policy_marker
     from sim.report.draw import FONT, new_figure, save_figure
 
-    figure = new_figure(9, 3.2)
+    figure = new_figure(9, 3.8)
     for i, (kind, runs) in enumerate(CURVES.items()):
         axes = figure.add_subplot(1, 2, i + 1)
+        drawn: set[str] = set()
         for policy, share in runs:
+            name = policy.partition("(")[0]
+            style = {
+                "color": policy_colour(name),
+                "marker": policy_marker(name),
+                "linestyle": "--" if name in drawn else "-",
+            }
+            drawn.add(name)
             records = [data["cases"].get(key(kind, n, policy, share)) for n in DEPTHS]
             points = [(r["ops"], r["cpu_s"] / r["ops"] * 1e6) for r in records if r and r["status"] == "ok"]
-            axes.plot(*zip(*points), marker="o", markersize=3, linewidth=1, label=policy)
+            axes.plot(*zip(*points), markersize=4, linewidth=1, label=policy, **style)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlabel("ops", fontsize=FONT)
         axes.set_ylabel("µs per op", fontsize=FONT)
         axes.set_title({"w1": "W1", "gpt2": "GPT-2 medium"}[kind], fontsize=FONT)
-        axes.legend(loc="center right", bbox_to_anchor=(1, 0.3), frameon=False, fontsize=6.5, labelspacing=0.3)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False, fontsize=7)  # on no line
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     save_figure(figure, path)

@@ -12,7 +12,7 @@ from sim.hardware.platform import Platform
 from sim.least_time import LowerBound
 from sim.log import EventLog
 from sim.policies.base import Policy
-from sim.report.cells import approximate_lines, bound_lines, cancelled_lines, ordered
+from sim.report.cells import approximate_lines, bound_lines, cancelled_lines, left_out_lines, ordered
 from sim.report.footer import Footer
 from sim.report.page import RunView, SavedView, TableView, write_run_page, write_table_page
 from sim.rewrites.values import approximate
@@ -187,7 +187,7 @@ def saved_table(
             *bounds,
             *bound_lines(record.get("bound", ""), record["rows"]),
             *(f"{row['policy']}: {line}" for row in ordered(record["rows"]) for line in cancelled_lines(row)),
-            *(f"not run: {name}: {why}" for name, why in record["left_out"].items()),
+            *left_out_lines(record["left_out"]),
         ],
         command=command,
         caution=caution,

@@ -105,6 +105,14 @@ def test_both_readmes_link_to_the_same_files():
     assert links[0] == links[1] - {"docs/guide.zh.md"}
 
 
+def test_both_readmes_have_the_same_headings_and_numbers():
+    def bare(name):
+        text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"```.*?```", "", text_of(name), flags=re.DOTALL))
+        return set(re.findall(r"\d[\d.,]*\d|\d", text)), re.findall(r"^#+ ", text, flags=re.MULTILINE)
+
+    assert bare("README.zh.md") == bare("README.md")
+
+
 def test_the_readme_is_read_in_a_few_minutes():
     assert len(re.sub(r"```.*?```", "", text_of("README.md"), flags=re.DOTALL).split()) < 650
 

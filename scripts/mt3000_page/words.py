@@ -10,6 +10,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "en": {
         "and": " and ",
         "list": ", ",
+        "apart": "; ",
         "nothing fits": "nothing fits",
         "none fits": " Nothing that was run makes {} fit.",
         "no layout": " No layout that was tried fits {}.",
@@ -68,6 +69,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "zh": {
         "and": "和",
         "list": "、",
+        "apart": "；",
         "nothing fits": "都放不下",
         "none fits": "所试的任何策略都放不下 {}。",
         "no layout": "所试的布局都放不下 {}。",
@@ -77,14 +79,14 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
         "copies": "卸载",
         "crossed": "{at:.2f}（{job}）",
         "layout": "{job}：{layout}，`{policy}`",
-        "too large": "在“都放不下”的 {1} 个格子中，有 {0} 个仅权重、梯度与优化器状态就超过了机器的全部内存",
-        "others": "（{} 除外）",
-        "d2h": "移出区域",
-        "h2d": "移回区域",
+        "too large": "在“都放不下”的 {1} 格中，有 {0} 格仅权重、梯度与优化器状态就超过了机器的全部内存",
+        "others": "（其余为 {}）",
+        "d2h": "移出加速区",
+        "h2d": "移回加速区",
         "machines": ["任务", "机器", "内存", "最佳", "相对不受限内存", "仅重算", "仅卸载"],
         "rates": ["任务", "链路（每个方向）", "压力", "仅重算", "仅卸载", "`hybrid`"],
-        "directions": ["减慢的方向", "降到", "仅卸载", "`hybrid`", "仅重算"],
-        "fused": ["任务", "机器", "最佳", "相对不受限内存", "仅重算", "仅卸载", "压力（逐个算子）", "压力（融合）"],
+        "directions": ["放慢的方向", "降到", "仅卸载", "`hybrid`", "仅重算"],
+        "fused": ["任务", "机器", "最佳", "相对不受限内存", "仅重算", "仅卸载", "压力（逐个执行）", "压力（融合）"],
         "together": ["任务", "布局", "最佳", "簇数", "最满的簇", "样本/秒", *SHOWN],
         "kinds": {"recomputation": "重算", "copies": "卸载", "both": "两者", "neither": "–"},
         "policies": ["策略", "做法", "此机放得下的最大任务", "此机放得下", "此机代价", "各卡放得下", "各卡代价"],
@@ -96,17 +98,17 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
             (
                 "先卸载并非总是对的（4.1）",
                 "证实：在 `mt3000_survey` 上，{swap_of} 个任务中有 {swap} 个仅卸载更快；在 PCIe 后面的三种卡上，"
-                "{card_of} 个格子中有 {card} 个",
+                "{card_of} 格中有 {card} 格",
             ),
             (
                 "均匀切分在内存不均时会误导（4.1）",
-                "按计划分段的 `rotor` 比均匀分段（`chen(method=sqrt)`）多放得下 {planned_alone} 个格子；"
-                "两者都放得下的 {splits} 个中，均匀分段更慢的有 {even_slower} 个",
+                "按计划分段的 `rotor` 比均匀分段（`chen(method=sqrt)`）多放得下 {planned_alone} 格；"
+                "两者都放得下的 {splits} 格中，均匀分段更慢的有 {even_slower} 格",
             ),
             (
                 "内存紧张用 DELTA，求速度用 TSO（6.5）",
-                "{cells} 个格子中，只有 `delta` 放得下的有 {delta_alone} 个，只有 `tso` 放得下的有 {tso_alone} 个；"
-                "两者都放得下的 {both} 个中，`tso` 更快的有 {tso_faster} 个",
+                "{cells} 格中，只有 `delta` 放得下的有 {delta_alone} 格，只有 `tso` 放得下的有 {tso_alone} 格；"
+                "两者都放得下的 {both} 格中，`tso` 更快的有 {tso_faster} 格",
             ),
             (
                 "分层方案适合 MT-3000（6.5）",

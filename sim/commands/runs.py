@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -215,17 +215,10 @@ def _compare(options: dict[str, Any], command: str) -> None:
         raise typer.Exit(1)
 
 
-def _not_run(left_out: Mapping[str, str]) -> Iterator[str]:
-    """Policies that were left out, a line per reason."""
-    names: dict[str, list[str]] = {}
-    for name, why in left_out.items():
-        names.setdefault(why, []).append(name)
-    yield from (f"not run: {', '.join(these)}: {why}" for why, these in names.items())
-
-
 def _present(comparison: Comparison, options: dict[str, Any], command: str, limit: int | None, folder: Any) -> None:
     """Write and print a comparison."""
     from sim.outputs import to_json, write_comparison
+    from sim.report.cells import left_out_lines
     from sim.report.footer import Footer
     from sim.report.table import comparison_text, print_comparison
 
@@ -237,7 +230,7 @@ def _present(comparison: Comparison, options: dict[str, Any], command: str, limi
         *comparison.idle_parts,
         *comparison.notes,
         *([f"smallest budget not searched: {', '.join(floors)}: --floors"] if floors else []),
-        *_not_run(comparison.left_out),
+        *left_out_lines(comparison.left_out),
     )
     limited = platform if limit is None else platform.with_budget(limit)
     warm_up = max((len(result.warm_up) for result in comparison.results.values()), default=0)

@@ -19,6 +19,7 @@ from sim.units import format_bytes, format_time
 Row = Mapping[str, Any]
 
 NONE = "–"
+BASELINE = "keep_all"
 SAME = "≈"
 MODEL_ERROR = policies_error()
 """The default for the model's own error of the ratio of two policies' times, as a fraction: as measured."""
@@ -67,12 +68,14 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
     Of rows that are equal, the simpler one comes first: that recomputes and moves less, and manages less.
     """
 
-    def key(row: Row) -> tuple[int, float, float, int, int, str]:
+    def key(row: Row) -> tuple[int, float, float, int, int, bool, str]:
+        name = row["policy"]
         if row["fits"]:
             done = total(row.get("recompute_ns") or 0) + total(row.get("moved_bytes") or 0)
-            return 0, row["makespan_ns"], row["peak_bytes"], done, len(row.get("manages") or ()), row["policy"]
+            simple = done, len(row.get("manages") or ()), name != BASELINE
+            return 0, row["makespan_ns"], row["peak_bytes"], *simple, name
         floor = row.get("floor_bytes")
-        return (1 if row["fits"] is False else 2), float("inf") if floor is None else floor, 0, 0, 0, row["policy"]
+        return (1 if row["fits"] is False else 2), float("inf") if floor is None else floor, 0, 0, 0, True, name
 
     return sorted(rows, key=key)
 
@@ -208,12 +211,31 @@ def _freedoms(rows: Sequence[Row]) -> str:
 ALIKE = 3
 
 
+def state_lines(rows: Sequence[Row], *, binary: bool = False) -> list[str]:
+    """What is said before all else: state that alone exceeds a tier, and the policies that leave it there."""
+    lines = []
+    for why, refused in _left_in_place(rows).items():
+        named = [row for row in refused if row.get("floor_bytes")]
+        floors = (f"; {row['policy']} fits from {format_bytes(row['floor_bytes'], binary=binary)}" for row in named)
+        leave = "leaves them there and is not run" if len(refused) == 1 else "leave them there and are not run"
+        lines.append(f"{why}: {', '.join(row['policy'] for row in refused)} {leave}{''.join(floors)}")
+    return lines
+
+
+def left_out_lines(left_out: Mapping[str, str]) -> list[str]:
+    """Policies that were left out, a line per reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        names.setdefault(why.removeprefix(f"{name}: "), []).append(name)
+    return [f"not run: {', '.join(these)}: {why}" for why, these in names.items()]
+
+
 def failure_lines(rows: Sequence[Row], *, binary: bool = False, brief: bool = False) -> list[str]:
     """One line for each row that does not fit: the smallest budget known to fit, and what holds the memory.
 
-    Policies that were refused for the state that they leave in place share a line, which comes first.
+    Policies that were refused for the state that they leave in place are those of `state_lines`.
 
-    brief: so do, from three on, those that do not fit because the same memory is full.
+    brief: those that do not fit because the same memory is full share a line, from three on.
     """
     alike: dict[tuple[str, ...], list[Row]] = {}
     for row in ordered(rows):
@@ -237,11 +259,6 @@ def _together(full: Sequence[str], rows: Sequence[Row], binary: bool) -> str:
 
 def _each_failure(rows: Sequence[Row], binary: bool) -> list[str]:
     lines = []
-    for why, refused in _left_in_place(rows).items():
-        parts = [f"{', '.join(row['policy'] for row in refused)}: not run: {why}, and are left there"]
-        named = (row for row in refused if row.get("floor_bytes"))
-        parts += [f"{row['policy']} fits from {format_bytes(row['floor_bytes'], binary=binary)}" for row in named]
-        lines.append("; ".join(parts))
     for row in ordered(rows):
         if row["fits"] or row.get("refusal") == "state":
             continue

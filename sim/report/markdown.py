@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.report.cells import MODEL_ERROR, Row, columns, failure_lines, key_lines, ordered
+from sim.report.cells import MODEL_ERROR, Row, columns, failure_lines, key_lines, ordered, state_lines
 from sim.report.footer import Footer, footer_lines
 from sim.report.verdict import verdict_lines
 
@@ -28,7 +28,7 @@ def comparison_markdown(
         _line(["---:" if column.right else "---" for column in shown], escape=False),
         *(_line([column.text(row) for column in shown]) for row in ordered(rows)),
     ]
-    failing = failure_lines(rows, binary=binary)
+    failing = [*state_lines(rows, binary=binary), *failure_lines(rows, binary=binary)]
     below = [*key_lines(rows, model_error), *(footer_lines(footer, binary=binary) if footer else [])]
     for block in (failing, below):
         if block:

@@ -16,7 +16,7 @@ from sim.analysis.pareto import pareto_front
 from sim.analysis.peak_memory import peak_memory, roles_over_time
 from sim.hardware.platform import Tier
 from sim.log import EventLog
-from sim.report.cells import clock, name_of
+from sim.report.cells import clock, name_of, ordered
 from sim.report.colours import BLACK, FAINT, INK, ROLE_COLOURS, policy_colour, policy_marker
 from sim.report.draw import (
     COLUMNS,
@@ -145,11 +145,12 @@ def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = N
     where the slowest takes more than five times as long as the fastest.
 
     rows: as `sim.report.table.comparison_table` takes them.
-    budget: bytes, drawn as a line.
+    budget: bytes, drawn as a line; None draws the capacity, where all rows have the same and it is not far above them.
     binary: GiB instead of GB.
     """
-    fitting = sorted((row for row in rows if row["fits"]), key=lambda row: (row["makespan_ns"], row["policy"]))
-    failing = [row for row in rows if not row["fits"]]
+    fitting = [row for row in ordered(rows) if row["fits"]]
+    failing = [row for row in ordered(rows) if not row["fits"]]
+    limit, limit_name = (budget, "budget") if budget is not None else (_capacity(fitting), "capacity")
     numbered = len(fitting) > NAMED
     beside = _beside(fitting if numbered else (), failing, binary)
     columns = max(1, -(-len(beside) // PER_COLUMN))
@@ -159,12 +160,13 @@ def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = N
     unit, size = byte_scale(max((row["peak_bytes"] for row in fitting), default=1), binary=binary)
     unit_ns, tick = time_scale(max((row["makespan_ns"] for row in fitting), default=1))
     points = [(row["makespan_ns"] / tick, row["peak_bytes"] / size) for row in fitting]
-    _limits(axes, points, None if budget is None else budget / size)
+    _limits(axes, points, None if limit is None else limit / size)
     lines: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    if budget is not None and budget / size <= axes.get_ylim()[1]:
-        draw_limit(axes, budget / size)
-        axes.set_title(f"– – budget {format_bytes(budget, binary=binary)}", fontsize=SMALL, loc="right", color=INK)
-        lines.append(((axes.get_xlim()[0], budget / size), (axes.get_xlim()[1], budget / size)))
+    if limit is not None and limit / size <= axes.get_ylim()[1]:
+        draw_limit(axes, limit / size)
+        said = f"– – {limit_name} {format_bytes(limit, binary=binary)}"
+        axes.set_title(said, fontsize=SMALL, loc="right", color=INK)
+        lines.append(((axes.get_xlim()[0], limit / size), (axes.get_xlim()[1], limit / size)))
     axes.set_xlabel(f"time of an iteration ({clock_text(unit_ns)})", fontsize=FONT)
     axes.set_ylabel(f"peak memory ({unit})", fontsize=FONT)
     for row, (x, y) in zip(fitting, points, strict=True):
@@ -181,6 +183,12 @@ def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = N
     names = [str(i) if numbered else row["policy"] for i, row in enumerate(fitting, 1)]
     place_labels(axes, *_joined(points, names), size=SMALL + (0 if numbered else 0.5), lines=lines)
     return figure
+
+
+def _capacity(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """The capacity of all rows, None where they differ or have none."""
+    found = {row.get("capacity_bytes") for row in rows}
+    return found.pop() if len(found) == 1 else None
 
 
 def _limits(axes: Axes, points: Sequence[tuple[float, float]], budget: float | None) -> None:

@@ -22,6 +22,7 @@ from sim.report.cells import (
     ordered,
     percent,
     standings,
+    state_lines,
     text_of,
     total,
 )
@@ -45,14 +46,15 @@ def comparison_text(
     model_error: float = MODEL_ERROR,
     binary: bool = False,
 ) -> str:
-    """The comparison as plain text: aligned columns, one line per policy, what does not fit, footer, verdict.
+    """The comparison as plain text: state that exceeds a tier, a line per policy, what does not fit, footer, verdict.
 
     rows: see `sim.report.cells`.
     model_error: times nearer to the fastest than this fraction are marked as not distinguishable.
     binary: GiB instead of GB.
     """
     shown = columns(rows, model_error=model_error, binary=binary)
-    lines = _aligned(shown, ordered(rows))
+    first = state_lines(rows, binary=binary)
+    lines = [*first, *([""] if first else []), *_aligned(shown, ordered(rows))]
     for block in _below(rows, footer, model_error, binary):
         lines += ["", *block]
     return printable("\n".join(lines) + "\n", keep="\n")
@@ -82,6 +84,9 @@ def print_comparison(
         console.file.write(comparison_text(rows, footer=footer, model_error=model_error, binary=binary))
         return
     shown, left_out = _fitting(columns(rows, model_error=model_error, binary=binary), rows, console.width)
+    if first := state_lines(rows, binary=binary):
+        _print_lines(console, first, "yellow")
+        console.print()
     console.print(_rich_table(shown, rows, model_error))
     if left_out:
         _print_lines(console, [f"too narrow for: {', '.join(left_out)}"], "dim")

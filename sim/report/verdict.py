@@ -73,7 +73,7 @@ def difference(row: Row, other: Row) -> list[str]:
 
 
 def verdict_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR, *, binary: bool = False) -> list[str]:
-    """One to three lines; none where nothing ran.
+    """One or two lines; none where nothing ran.
 
     rows: see `sim.report.cells`.
     model_error: times nearer to the fastest than this fraction are not called slower.
@@ -162,9 +162,16 @@ def _nothing(ran: Sequence[Row], binary: bool) -> Iterator[str]:
     if not tried:
         return
     known = [row for row in tried if row.get("floor_bytes")]
-    yield f"None of {len(tried)} policies fits." if len(tried) > 1 else f"{tried[0]['policy']} does not fit."
+    state = {str(row["error"]) if row.get("refusal") == "state" else "" for row in tried}
+    why = f": {state.pop()}" if len(state) == 1 and "" not in state else ""
+    yield (
+        f"None of {len(tried)} policies fits" if len(tried) > 1 else f"{tried[0]['policy']} does not fit"
+    ) + f"{why}."
+    hints = []
     if known:
         least = min(known, key=lambda row: int(row["floor_bytes"]))
-        yield f"The smallest budget known to fit is {size(least['floor_bytes'], binary)}, of {least['policy']}."
+        hints.append(f"The smallest budget known to fit is {size(least['floor_bytes'], binary)}, of {least['policy']}.")
     if len(tried) > 1:
-        yield "Compositions of policies, and the nearest job that fits: tiersim advise."
+        hints.append("Compositions of policies, and the nearest job that fits: tiersim advise.")
+    if hints:
+        yield " ".join(hints)

@@ -175,7 +175,8 @@ def test_a_run_in_which_nothing_happened_is_drawn(visit, drawn_log, folder):
     nothing = {"intervals": drawn_log.intervals[:0], "changes": drawn_log.changes[:0], "end": 0, "complete": False}
     page = visit(write_run_page(view_of(replace(drawn_log, **nothing)), folder / "nothing.html"))
     assert "did not end" in page.locator(".badges").inner_text()
-    assert "No device ever waited." in page.locator("#stalls").inner_text()
+    assert page.locator("#stalls, #links").count() == 0  # neither has anything to say
+    assert "never" in page.locator(".tiles").inner_text()
 
 
 def test_a_run_that_did_not_fit_says_why_and_shows_what_was_asked_for(visit, short):
@@ -474,6 +475,28 @@ def test_a_click_on_the_memory_lists_what_is_held_then(visit, drawn):
     assert alive(page) == {"a": "16.78 MB"}
 
 
+@pytest.mark.parametrize("size", [{"width": 1400, "height": 900}, PHONE], ids=["desktop", "phone"])
+def test_what_a_click_on_the_memory_chooses_is_in_view_beside_it(visit, step, size):
+    page = visit(step, size=size)
+    memory = page.locator(".u-over")
+    memory.scroll_into_view_if_needed()
+    box = memory.bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.6)
+    page.wait_for_function("() => document.querySelector('.alive h2').textContent.startsWith('Alive at ')")
+    time = page.locator(".alive h2").inner_text().removeprefix("Alive at ")
+    first = page.locator(".alive tbody tr").first.inner_text().split("\t")
+    seen = ".alive tbody tr" if size["width"] > 1100 else ".picked"
+    shown = page.locator(seen).first
+    assert first[0] in shown.inner_text()
+    for part in (shown, memory):
+        place = part.bounding_box()
+        assert place["y"] >= 0, part
+        assert place["y"] + place["height"] <= size["height"], part
+    assert seen != ".picked" or shown.inner_text().startswith(f"{time}: ")
+    page.get_by_role("button", name="back to the peak").click()
+    assert page.locator(".picked").inner_text() == ""
+
+
 def test_a_role_can_be_hidden_and_shown(visit, step):
     page = visit(step)
     button = page.locator(".toggles button", has_text="activation")
@@ -541,8 +564,13 @@ def test_why_a_run_does_not_fit_can_be_read_to_its_end(visit, folder):
     row = {"id": "a", "policy": "chen", "fits": False, "fidelity": "code", "status": "infeasible", "error": said}
     page = visit(write_table_page(TableView("a study", ("policy",), [row]), folder / "refused.html"))
     cell = page.locator("#runs .clip")
-    assert cell.inner_text() == said
-    assert cell.evaluate("(each) => each.scrollHeight <= each.clientHeight")
+    assert (cell.inner_text(), cell.get_attribute("title")) == (said, said)
+    assert cell.evaluate("(each) => each.clientHeight < 2 * parseFloat(getComputedStyle(each).fontSize)")  # one line
+    assert page.locator("#scatter").count() == 0  # no run that time could be set against memory of
+    page.locator("#runs tbody a").click()
+    whole = page.locator(".pairs dd", has_text="needs 25,165,824 B")
+    assert whole.inner_text() == said
+    assert whole.evaluate("(each) => each.scrollHeight <= each.clientHeight + 1")
 
 
 def test_a_row_leads_to_its_run_and_back(visit, many, step_log):
@@ -635,9 +663,9 @@ def test_time_added_is_drawn_over_the_budget_with_a_picture_for_each_job(visit, 
     assert sorted(captions) == sorted(f"profile {m} · batch {b}" for m in ("a_card", "another") for b in (2, 4, 16))
     at = captions.index("profile a_card · batch 16")
     mine = [row for row in rows if (row["profile"], row["batch"]) == ("a_card", 16)]
-    canvas = page.locator("#overhead canvas").nth(at)
+    canvas = page.locator("#overhead .panels canvas").nth(at)
     canvas.scroll_into_view_if_needed()
-    drawn = page.evaluate("n => drawnOn(document.querySelectorAll('#overhead canvas')[n])", at)
+    drawn = page.evaluate("n => drawnOn(document.querySelectorAll('#overhead .panels canvas')[n])", at)
     crosses = [(a, b) for a, b in drawn["lines"] if abs(b[0] - a[0]) < 8]
     spots = {(round((left + right) / 2), round((t + b) / 2)) for left, t, right, b in drawn["marks"]}
     spots |= {(round((a[0] + b[0]) / 2), round((a[1] + b[1]) / 2)) for a, b in crosses}

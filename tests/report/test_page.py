@@ -21,6 +21,7 @@ from sim.report.colours import ROLE_COLOURS, WHY_COLOURS
 from sim.report.footer import Footer
 from sim.report.page import RunView, TableView, write_run_page, write_table_page
 from sim.report.page.document import SCRIPTS, pack
+from sim.report.page.table import table_data
 from sim.report.table import summary_lines
 from sim.report.tracks import Scene
 from sim.trace.tensor import ROLES
@@ -353,6 +354,21 @@ def test_the_fastest_is_that_of_the_same_job(tmp_path):
 
 
 # ---- the command ---------------------------------------------------------------------------------
+
+
+def test_of_equally_fast_policies_the_verdict_and_the_map_name_the_same():
+    """Rows as a sweep's: they do not say what a policy manages."""
+
+    def cell(policy, peak, budget):
+        figures = {"makespan_ns": 10**6, "peak_bytes": peak, "recompute_ns": 0, "moved_bytes": {"d2h": peak}}
+        return {"id": f"{policy}{budget}", "policy": policy, "budget": budget, "fits": True, **figures}
+
+    rows = [cell(name, 9 - budget, budget) for budget in (1, 2) for name in ("dtr", "keep_all")]
+    rows.append(cell("swap_all", 5, 2))
+    found = table_data(TableView("a study", ("policy", "budget"), rows))
+    first = [row["policy"] for row, rank in zip(rows, found["rank"], strict=True) if rank == 0]
+    assert first == ["keep_all", "swap_all"]
+    assert found["verdict"][0] == "keep_all is the fastest in 1 of 2 jobs, swap_all in 1."
 
 
 def test_a_saved_run_becomes_a_page(tmp_path, capsys):

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from sim.hardware.profile import load_profile
-from sim.report.cells import failure_lines
+from sim.report.cells import failure_lines, left_out_lines, state_lines
 from sim.report.footer import Footer, footer_lines
+from sim.report.table import comparison_text
 from sim.report.verdict import difference, does, kind, verdict_lines, winners_lines
 
 MS, GB = 10**6, 10**9
@@ -65,10 +66,14 @@ def test_one_policy_has_one_line_and_the_only_one_that_fits_is_called_so():
 
 
 def test_where_nothing_fits_the_least_need_is_named():
-    assert verdict_lines([misfit("a", 9 * GB), misfit("b", 7 * GB), misfit("c")])[:2] == [
+    assert verdict_lines([misfit("a", 9 * GB), misfit("b", 7 * GB), misfit("c")]) == [
         "None of 3 policies fits.",
-        "The smallest budget known to fit is 7 GB, of b.",
+        "The smallest budget known to fit is 7 GB, of b. Compositions of policies, and the nearest job that fits: "
+        "tiersim advise.",
     ]
+    state = [misfit(name, refusal="state", error="weights alone take 9 GB of 'hbm'") for name in "ab"]
+    assert verdict_lines(state)[0] == "None of 2 policies fits: weights alone take 9 GB of 'hbm'."
+    assert verdict_lines([*state, misfit("c")])[0] == "None of 3 policies fits."
     assert verdict_lines([misfit("c")]) == ["c does not fit."]
     assert verdict_lines([{"policy": "a", "fits": None, "error": "needs a host"}]) == []
 
@@ -101,14 +106,22 @@ def test_misfits_of_one_cause_share_a_line_and_all_others_keep_theirs():
         {"policy": "e", "fits": None, "error": "needs a host"}, misfit("f", refusal="state", error="alone too large"),
     ]  # fmt: skip
     assert failure_lines(rows, brief=True) == [
-        "f: not run: alone too large, and are left there",
         "d: does not fit: fits from 8 GB; host full; too large",
         "e: not run: needs a host",
         "hbm full: a, c: fits from 9 GB; b: no budget is known to fit",
     ]
     said = failure_lines(rows)
-    assert len(said) == len(rows)
+    assert len(said) == len(rows) - 1
+    assert state_lines(rows) == ["alone too large: f leaves them there and is not run"]
+    assert comparison_text(rows).startswith("alone too large: f leaves them there and is not run\n\npolicy")
     assert failure_lines(rows[:2], brief=True) == failure_lines(rows[:2])
+
+
+def test_policies_that_were_left_out_for_one_reason_share_a_line_and_no_name_stands_twice():
+    assert left_out_lines({"a": "plans slowly", "b": "b: needs a drive", "c": "plans slowly"}) == [
+        "not run: a, c: plans slowly",
+        "not run: b: needs a drive",
+    ]
 
 
 def test_notes_of_the_machine_are_counted_or_printed():

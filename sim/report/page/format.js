@@ -59,6 +59,14 @@ function el(name, attributes = {}, ...children) {
   return made;
 }
 
+const UNIT = /(\d[\d.,]* (?:%|[kMGTP]?B|[nµum]?s)(?![\w/]))/;
+
+// A text whose numbers are not parted from their units at the end of a line.
+const glued = (text) => text.split(UNIT).map((part, i) => (i % 2 ? el("span", { class: "nowrap" }, part) : part));
+
+// A name as code, which breaks after its points and underscores alone.
+const coded = (name) => el("code", {}, name.split(/(?<=[._])/).flatMap((part, i) => (i ? [el("wbr"), part] : [part])));
+
 function swatch(colour, hatched = false) {
   const made = el("span", { class: hatched ? "swatch hatched" : "swatch", "aria-hidden": "true" });
   made.style.setProperty("--colour", colour);

@@ -21,7 +21,7 @@ function tablePage(table, about, colours) {
     table.lead ? el("p", { class: "lead" }, table.lead) : null,
     cautions(table.caution),
     table.constant.length ? el("p", { class: "lead" }, table.constant.map(([name, value]) => `${words(name)} ${valueText(value)}`).join(" · ")) : null);
-  const verdict = table.verdict.length ? card("Verdict", { id: "verdict" }, table.verdict.map((line) => el("p", {}, line))) : null;
+  const verdict = table.verdict.length ? card("Verdict", { id: "verdict" }, table.verdict.map((line) => el("p", {}, glued(line)))) : null;
   const tiles = verdict ? null : el("dl", { class: "tiles" }, tile(count === 1 ? "run" : "runs", numberText(count)),
     [...counts].sort(([, a], [, b]) => b - a).map(([name, many]) => tile(words(name), numberText(many), null, many / count)));
 
@@ -45,6 +45,8 @@ function tablePage(table, about, colours) {
   const most = (row) => (has("fullest_bytes") && values.fullest_bytes[row] !== null ? values.fullest_bytes[row] : values.peak_bytes[row]);
   const tellOf = (row) => [label(row), table.shown.filter((name) => !table.labels.includes(name) && name !== "error" && name !== "fits" && name !== "status")
       .map((name) => column(name)).map(([name, title, kind]) => [title, valueText(values[name][row], kind)]).filter(([, said]) => said !== NONE)];
+  const fits = (row) => has("makespan_ns") && has("peak_bytes") && values.fits[row] && values.makespan_ns[row] !== null && values.peak_bytes[row] !== null;
+  const isHollow = (row) => has("fidelity") && values.fidelity[row] === "reconstruction";
   const openRow = (row) => { location.hash = address(row); };
   const scatter = () => new Scatter({ tell: tellOf, open: openRow });
   const winners = winnersCard(table, address);
@@ -94,9 +96,7 @@ function tablePage(table, about, colours) {
     else shownGrid.show(rows);
     if (winners) winners.show(rows);
     if (overhead) overhead.show(rows);
-    const fitting = has("makespan_ns") && has("peak_bytes")
-      ? rows.filter((row) => values.makespan_ns[row] !== null && values.peak_bytes[row] !== null && values.fits[row]) : [];
-    drawPanels(fitting);
+    drawPanels(rows.filter(fits));
   }
 
   function drawPanels(fitting) {
@@ -124,7 +124,7 @@ function tablePage(table, about, colours) {
     const [colour, shape] = table.policies[String(values.policy[row])];
     return { x: values.makespan_ns[row], y: most(row), colour, shape, row,
       name: beside > NAMED ? "" : table.facets.length ? String(values.policy[row]) : label(row),
-      hollow: has("fidelity") && values.fidelity[row] === "reconstruction" };
+      hollow: isHollow(row) };
   }
 
   function budgetOf(rows) {
@@ -160,7 +160,12 @@ function tablePage(table, about, colours) {
       },
     }, markerSign(colour, shape), name)));
 
-  const picture = card("Time against memory", { hint: `Hollow: a reconstruction, detail of the published system was not public.${hasFront ? " Dotted: the runs that no other beats in both time and peak." : ""} A click opens a run.` }, legend, pictures, rest);
+  const fitting = every.filter(fits);
+  const says = [
+    fitting.some(isHollow) ? "Hollow: a reconstruction, detail of the published system was not public." : "",
+    hasFront ? "Dotted: the runs that no other beats in both time and peak." : "", "A click opens a run."].filter(Boolean).join(" ");
+  const picture = fitting.length < 2 ? null // one marker is against nothing
+    : card("Time against memory", { hint: says, id: "scatter" }, legend, pictures, rest);
   const runs = card("Runs", { id: "runs", tools: el("div", { class: "tools" }, found, filter, picker) }, holder,
     table.notes.length ? el("ul", { class: "notes" }, [
       ...(table.same.some(Boolean) ? [`≈ not distinguishable from the fastest on the same job: within the model's own error of ${percentText(table.model_error)}${table.model_error_on}`] : []),

@@ -32,6 +32,7 @@ class MemoryChart {
     this.stack = Object.keys(colours).map((name) => names.indexOf(name)).filter((role) => role >= 0);
     this.holder = el("div", { class: "memory" });
     this.onPick = onPick;
+    this.picked = null;
     this.plot = null;
     this.redraw = () => this.draw();
     view.drawers.push(this.redraw);
@@ -96,6 +97,13 @@ class MemoryChart {
     });
   }
 
+  // Mark a moment, null for none.
+  pick(time) {
+    if (this.picked === time) return;
+    this.picked = time;
+    if (this.plot) this.plot.redraw(false);
+  }
+
   data() {
     const { times, totals, levels } = this.tier;
     const { start, end } = this.view;
@@ -156,6 +164,16 @@ class MemoryChart {
         ctx.lineTo(end + half, to + side * half);
       }
       ctx.stroke();
+    }
+    if (this.picked !== null) { // the moment whose tensors are listed
+      const at = u.valToPos(this.picked, "x", true);
+      if (at >= bbox.left - 1 && at <= bbox.left + bbox.width + 1) {
+        ctx.lineWidth = 1.5 * scale;
+        ctx.beginPath();
+        ctx.moveTo(at, bbox.top);
+        ctx.lineTo(at, bbox.top + bbox.height);
+        ctx.stroke();
+      }
     }
     const x = u.valToPos(tier.peak.time, "x", true);
     if (tier.peak.bytes && x >= bbox.left - 1 && x <= bbox.left + bbox.width + 1) {

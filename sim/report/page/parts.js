@@ -29,7 +29,7 @@ function partsBar(parts, write, label) {
 
 function pairs(lines) {
   return el("dl", { class: "pairs" }, lines.map(([name, text]) => el("div", {},
-    el("dt", { class: name.startsWith(" ") ? "inner" : null }, name.trim()), el("dd", {}, text))));
+    el("dt", { class: name.startsWith(" ") ? "inner" : null }, name.trim()), el("dd", {}, glued(text)))));
 }
 
 function scopeCard(scope, more = []) {
@@ -45,7 +45,7 @@ function factsCard(facts, notes) {
   const several = new Set(facts.map(([profile]) => profile)).size > 1;
   const columns = [
     ...(several ? [{ title: "profile", value: ([profile]) => profile }] : []),
-    { title: "figure", value: (fact) => fact[1], cell: (fact) => el("code", {}, fact[1]) },
+    { title: "figure", value: (fact) => fact[1], cell: (fact) => coded(fact[1]) },
     { title: "value", value: (fact) => fact[2], cell: (fact) => el("span", { class: "nowrap" }, fact[2]) },
     { title: "standing", value: (fact) => fact[3], cell: (fact) => el("span", { class: `standing ${fact[3] === "assumed" ? "assumed" : ""}` }, fact[3]) },
     { title: "source", value: (fact) => fact[4], cell: (fact) => el("span", { class: "source" }, fact[4]) },
@@ -59,7 +59,7 @@ function factsCard(facts, notes) {
 }
 
 function commandCard(command) {
-  return command ? card("Reproduce", {}, el("pre", { class: "command", tabindex: "0" }, el("code", {}, command))) : null;
+  return command ? card("Reproduce", {}, el("pre", { class: "command", tabindex: "0" }, el("code", {}, command.split(/(?<= )/).map((word) => el("span", {}, word))))) : null;
 }
 
 function badge(text, kind = "") {

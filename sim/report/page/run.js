@@ -43,11 +43,16 @@ function runPage(run, colours) {
     ], (ns) => timeText(ns, 3), "Where the time goes"));
 
   const timeline = timelinePart(run, lanes, colours, refused);
-  return [head, refused ? card("Why it does not fit", { id: "refusal" }, refused.lines.map((line) => el("p", {}, line))) : null, tiles, timeline.root, timeline.alive, time, stallCard(run), trafficCard(run),
-    card("All figures", {}, pairs(run.summary)),
-    run.doc ? card("What the policy does", { hint: run.fidelity[1] ? `Fidelity ${run.fidelity[0]}: ${run.fidelity[1]}.` : null }, el("pre", { class: "doc", tabindex: "0" }, run.doc)) : null,
+  return [head, refused ? card("Why it does not fit", { id: "refusal" }, refused.lines.map((line) => el("p", {}, glued(line)))) : null, tiles, el("div", { class: "watch" }, timeline.root, timeline.alive, time), stallCard(run), trafficCard(run),
+    card("All figures", {}, pairs(known(run.summary, refused))),
+    run.doc ? card("What the policy does", { hint: run.fidelity[1] ? `Fidelity ${run.fidelity[0]}: ${run.fidelity[1]}.` : null }, el("pre", { class: "doc", tabindex: "0" }, run.doc.split(/`([^`\n]+)`/).map((part, i) => (i % 2 ? el("code", {}, part) : part)))) : null,
     scopeCard(run.scope, [refused ? "One iteration, until it did not fit." : `One iteration, ${run.steady ? "the steady state" : "the first one, not the steady state"}${run.warm_up ? ` after ${run.warm_up} for warm-up` : ""}.`]),
     factsCard(run.facts, run.notes), commandCard(run.command)];
+}
+
+// The lines of a summary that have something to say, without those that the card above has said.
+function known(lines, refused) {
+  return lines.filter(([name, text]) => text !== NONE && !(refused && name === "error"));
 }
 
 // Why a run did not fit: the request that memory was too short for, and the message.
@@ -73,10 +78,15 @@ function timelinePart(run, lanes, colours, refused = null) {
     return tiers.get(tier.name);
   };
   let tier = used.find((each) => refused && each.name === refused.tier) || used.find((each) => each.home) || used[0] || null;
-  const alive = alivePart(run, names, colours);
+  const picked = el("p", { class: "picked hint" });
+  const alive = alivePart(run, names, colours, picked, () => chart.pick(null));
   const shortOf = (each) => (refused && each.name === refused.tier ? refused.short : null);
   const chart = new MemoryChart(view, names, colours.roles, {
-    onPick: (time, announce) => alive.show(unpacked(tier), atOrBefore(unpacked(tier).time, time) + 1, time, announce) });
+    onPick: (time, announce) => {
+      alive.show(unpacked(tier), atOrBefore(unpacked(tier).time, time) + 1, time, announce);
+      chart.pick(time);
+      if (!announce) picked.scrollIntoView({ block: "nearest" });
+    } });
   const rows = new Lanes(view, run, lanes, colours);
 
   const legend = el("div", { class: "legend toggles", role: "group", "aria-label": "Roles that are shown" });
@@ -107,6 +117,7 @@ function timelinePart(run, lanes, colours, refused = null) {
       }, swatch(colours.roles[name]), words(name));
     }));
     alive.show(full, short ? full.time.length : peak.at + 1, null, false, short !== null);
+    chart.pick(null);
     tellAgain();
   }
   choices.append(...used.map((each) => el("button", { type: "button", "data-tier": each.name, onclick: () => choose(each) }, each.name)));
@@ -120,7 +131,7 @@ function timelinePart(run, lanes, colours, refused = null) {
   const root = card("Timeline", {
     hint: "Drag to zoom, double-click for all; click the memory to see what is held then.", tools, id: "timeline" },
   tier ? el("div", { class: "bar" }, used.length > 1 ? choices : null, legend) : null,
-  tier ? limit : null, tier ? chart.holder : null, rows.holder,
+  tier ? limit : null, tier ? chart.holder : null, tier ? picked : null, rows.holder,
   el("ul", { class: "legend whys" }, whys.map((why) => el("li", {}, swatch(colours.whys[why], why === "stall"), why))), rows.said);
   view.drawers.push(() => {
     span.textContent = view.span >= view.full ? timeText(view.full) : `${timeText(view.span, 3)} of ${timeText(view.full)}`;
@@ -143,7 +154,8 @@ function timelinePart(run, lanes, colours, refused = null) {
 }
 
 // The tensors that a tier holds after some of its changes.
-function alivePart(run, names, colours) {
+// picked: a line that names the largest of a chosen moment where the list lies below; unpick(): that moment is left.
+function alivePart(run, names, colours, picked, unpick) {
   const title = el("h2", {}, "Alive at the peak");
   const hint = el("p", { class: "hint", role: "status" });
   const back = el("button", { type: "button", class: "back", hidden: true }, "back to the peak");
@@ -157,7 +169,7 @@ function alivePart(run, names, colours) {
     sort: { column: 1, down: true },
     rows: [],
     columns: [
-      { title: "tensor", value: (row) => (row.tensor < 0 ? "(workspace)" : run.tensors.name[row.tensor]), cell: (row) => el("code", {}, row.tensor < 0 ? "(workspace)" : run.tensors.name[row.tensor]) },
+      { title: "tensor", value: (row) => (row.tensor < 0 ? "(workspace)" : run.tensors.name[row.tensor]), cell: (row) => coded(row.tensor < 0 ? "(workspace)" : run.tensors.name[row.tensor]) },
       { title: "bytes", kind: "bytes", value: (row) => row.bytes, cell: (row) => bytesText(row.bytes) },
       { title: "share", kind: "percent", value: (row) => row.share },
       { title: "role", value: (row) => words(names[role(row)]), cell: (row) => el("span", { class: "nowrap" }, swatch(colours.roles[names[role(row)]]), words(names[role(row)])) },
@@ -175,7 +187,10 @@ function alivePart(run, names, colours) {
       (time === null && tier.peak.op && !short ? `, as ${tier.peak.op} ran` : "");
     back.hidden = time === null;
     back.textContent = short ? "back to the end" : "back to the peak";
-    back.onclick = () => show(tier, short ? tier.time.length : tier.peak.at + 1, null);
+    back.onclick = () => {
+      show(tier, short ? tier.time.length : tier.peak.at + 1, null);
+      unpick();
+    };
     const rows = held.map(([tensor, bytes]) => ({ tensor, bytes, share: bytes / total }));
     const sums = names.map(() => 0);
     for (const row of rows) sums[role(row)] += row.bytes;
@@ -185,6 +200,9 @@ function alivePart(run, names, colours) {
       ? `Peak within each phase: ${Object.entries(tier.peak.by_phase).map(([phase, bytes]) => `${phase} ${bytesText(bytes)}`).join(", ")}.` : "";
     if (time === null && tier.peak.reserved !== null) phases.textContent += ` Reserved by its allocator: ${bytesText(tier.peak.reserved)}.`;
     table.show(rows);
+    const largest = [...rows].sort((a, b) => b.bytes - a.bytes).slice(0, 3);
+    picked.replaceChildren(...(time === null ? [] : [...glued(`${timeText(time, 5)}: ${bytesText(total)} held`), largest.length ? ", most by " : "",
+      ...largest.flatMap((row, i) => [i ? ", " : "", coded(row.tensor < 0 ? "(workspace)" : run.tensors.name[row.tensor]), ...glued(` ${bytesText(row.bytes, 3)}`)])]));
     if (announce) root.scrollIntoView({ block: "nearest" });
   }
   return { root, show };
@@ -194,7 +212,7 @@ function stallCard(run) {
   const f = run.figures;
   const whole = f.makespan_ns * (f.devices || 1);
   const causes = Object.entries(f.stall_ns || {});
-  if (!causes.length) return card("Stalls by cause", { id: "stalls" }, el("p", { class: "hint" }, "No device ever waited."));
+  if (!causes.length) return null; // the tile says that no device ever waited
   const meaning = Object.fromEntries(run.causes);
   return card("Stalls by cause", { hint: "What the devices waited for, and which ops waited longest.", id: "stalls" },
     grid({
@@ -210,7 +228,7 @@ function stallCard(run) {
     grid({
       caption: "Stalls by op", rows: run.stalls, sort: { column: 2, down: true }, page: 10,
       columns: [
-        { title: "op", value: ([op]) => op, cell: ([op]) => el("code", {}, op || "(end of the run)") },
+        { title: "op", value: ([op]) => op, cell: ([op]) => coded(op || "(end of the run)") },
         { title: "cause", value: ([, cause]) => cause },
         { title: "time", kind: "time", value: ([, , ns]) => ns, cell: ([, , ns]) => timeText(ns) },
         { title: "stalls", kind: "number", value: ([, , , count]) => count },
@@ -219,9 +237,12 @@ function stallCard(run) {
 }
 
 function trafficCard(run) {
-  if (!run.traffic.length) return null;
-  return card("Links", {}, grid({
-    caption: "What crossed each link", rows: run.traffic, page: 20,
+  const rows = run.traffic.filter(([, bytes]) => bytes);
+  if (!rows.length) return null;
+  const unused = run.traffic.length - rows.length;
+  const hint = unused ? `${numberText(unused)} other ${unused === 1 ? "link" : "links"} carried nothing.` : null;
+  return card("Links", { hint, id: "links" }, grid({
+    caption: "What crossed each link", rows, page: 20,
     columns: [
       { title: "link", value: ([link]) => link },
       { title: "bytes", kind: "bytes", value: (link) => link[1], cell: (link) => bytesText(link[1]) },

@@ -144,6 +144,14 @@ class Scatter {
 
   draw() {
     const { context, width, height } = this.begin();
+    if (!this.points.length) { // nothing that axes could be of
+      this.places = [];
+      context.fillStyle = ink();
+      context.textAlign = "center";
+      context.fillText("no run fits", width / 2, height / 2);
+      tellAgain();
+      return;
+    }
     const [right, top, bottom] = [16, 12, 48];
     const h = height - top - bottom;
     const ys = scaleOf([...this.points.map((p) => p.y), ...(this.limit ? [this.limit] : [])], h / 50, 20, BYTES);
@@ -176,10 +184,6 @@ class Scatter {
     context.fillStyle = ink();
     context.textAlign = "left";
     for (const { name, x, y } of named) context.fillText(name, x, y);
-    if (!this.points.length) {
-      context.textAlign = "center";
-      context.fillText("no run fits", left + w / 2, top + h / 2);
-    }
     tellAgain();
   }
 

@@ -43,10 +43,8 @@ function winnersOf(table, rows, [columns, lines, rest]) {
   for (const cells of panels.values()) {
     for (const cell of cells.values()) {
       const least = Math.min(...cell.fitting.map((row) => values.makespan_ns[row]));
-      const top = cell.fitting.filter((row) => values.makespan_ns[row] === least);
-      // of equally fast ones the baseline, else the first by name
-      cell.best = top.find((row) => values.policy[row] === "keep_all")
-        ?? top.sort((a, b) => collator.compare(String(values.policy[a]), String(values.policy[b])))[0] ?? null;
+      cell.best = cell.fitting.reduce((best, row) => (best === null || values.makespan_ns[row] < values.makespan_ns[best]
+        || (values.makespan_ns[row] === values.makespan_ns[best] && table.rank[row] < table.rank[best]) ? row : best), null);
       const near = new Set(cell.fitting.filter((row) => values.makespan_ns[row] <= least * (1 + table.model_error)).map((row) => String(values.policy[row])));
       cell.near = Math.max(0, near.size - 1);
     }
@@ -135,7 +133,8 @@ function overheadCard(table, job, opens, tell) {
   }
   const hint = "Time over that with unlimited memory, against the budget as a part of what everything kept takes. A cross: the policy does not fit.";
   const draw = () => panels.forEach(({ curves, root }) => root.isConnected && curves.draw());
-  return { root: card("Time added over the budget", { hint, id: "overhead" }, holder, more), show, holder, draw };
+  const legend = el("ul", { class: "legend" }, Object.entries(table.policies).map(([name, [colour, shape]]) => el("li", {}, markerSign(colour, shape), name)));
+  return { root: card("Time added over the budget", { hint, id: "overhead" }, legend, holder, more), show, holder, draw };
 }
 
 // Time added over the budget: a line per policy, a cross below where it does not fit.

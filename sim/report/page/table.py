@@ -8,7 +8,7 @@ from typing import Any
 
 from sim.analysis.figures import columns, known
 from sim.hardware.platform import Platform
-from sim.report.cells import MODEL_ERROR, device_ns, key_lines, name_of, standings, total, unit_of
+from sim.report.cells import MODEL_ERROR, device_ns, key_lines, name_of, ordered, standings, total, unit_of
 from sim.report.colours import policy_colour, policy_marker
 from sim.report.error_bars import error_lines, measured_on
 from sim.report.page.run import SCOPE, RunView, SavedView, facts_data
@@ -54,7 +54,9 @@ def table_data(view: TableView) -> dict[str, Any]:
         row |= over
     titles, declared = columns(), known()
     names = list(dict.fromkeys([*view.labels, *titles, *(name for row in rows for name in row)]))
-    names = [name for name in names if name not in ("id", "same") and any(_known(row.get(name)) for row in rows)]
+    names = [
+        name for name in names if name not in ("id", "same", "rank") and any(_known(row.get(name)) for row in rows)
+    ]
     differ = [name for name in view.labels if len({str(row.get(name)) for row in rows}) > 1]
     axes = ["policy", *(name for name in differ if name != "policy")]
     facets = [name for name in differ if name not in WITHIN and not name.startswith("policy.")]
@@ -72,6 +74,7 @@ def table_data(view: TableView) -> dict[str, Any]:
         ],
         "values": {name: [row.get(name) for row in rows] for name in names},
         "same": [bool(row.get("same")) for row in rows],
+        "rank": [row.get("rank") for row in rows],
         "shown": [*axes, *(name for name in titles if name in names and (name != "fits" or "status" not in names))],
         "facets": facets,
         "labels": [name for name in view.labels if name in names],
@@ -138,12 +141,13 @@ def _jobs(rows: Sequence[Row], labels: Sequence[str]) -> list[list[Row]]:
 
 
 def _over_fastest(rows: Sequence[Row], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Per row its slowdown against the fastest policy on the same job, and whether it can be told from it."""
+    """Per row its rank in its job, its slowdown against the fastest there, and whether it can be told from it."""
     found = {}
     for group in _jobs(rows, labels):
-        fitting = [{**row, "policy": row["id"]} for row in group if row["fits"]]
-        for id, standing in standings(fitting).items():
-            found[id] = {"over_fastest": standing.over, "same": standing.same and standing.over > 0}
+        fitting = [{**row, "policy": str(row.get("policy"))} for row in group if row["fits"]]
+        rank = {row["id"]: place for place, row in enumerate(ordered(fitting))}
+        for id, standing in standings([{**row, "policy": row["id"]} for row in fitting]).items():
+            found[id] = {"rank": rank[id], "over_fastest": standing.over, "same": standing.same and standing.over > 0}
     return [found.get(row["id"], {}) for row in rows]
 
 
