@@ -54,6 +54,8 @@ class Layout:
     dp: replicas of the model, each with an equal part of the samples.
     tp: ranks among which the layers of each replica are divided, by heads, columns and vocabulary.
     sequence_parallel: with tp, whether what is not divided that way is divided by tokens.
+    async_sums: with tp, whether backward gathers inputs and sums their gradients beside the products with weights, as
+        Megatron-LM does by default (`sim.rewrites.async_sums`).
     ep: of the replicas, how many next to each other divide the experts of a mixture; all else each of them has whole.
     cp: ranks among which the tokens of each replica's samples are divided, with all weights on each of them, or with
         `tp` the same part of them: context parallelism, which needs fused attention. Gradients are summed, and training
@@ -103,6 +105,7 @@ class Layout:
     barrier: bool = True
     gradient_buffer: bool = False
     ring_attention: bool = False
+    async_sums: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -132,6 +135,10 @@ class Layout:
             raise LayoutError(f"ring_attention: needs true or false, has {self.ring_attention!r}")
         if self.ring_attention and self.cp == 1:
             raise LayoutError("ring_attention: blocks go round among the ranks of cp, which is 1; nearest: cp 2")
+        if not isinstance(self.async_sums, bool):
+            raise LayoutError(f"async_sums: needs true or false, has {self.async_sums!r}")
+        if self.async_sums and self.tp == 1:
+            raise LayoutError("async_sums: the ranks of tp sum gradients of inputs, and tp is 1; nearest: tp 2")
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("sequence_parallel: divides tokens among the ranks of tp, which is 1; nearest: tp 2")
         if self.dp % self.ep:
@@ -342,7 +349,8 @@ def _laid_out(
     layout = with_layers(trace, machine, layout)
     table = part_of_layer(trace, layout)
     trace = experts_apart(trace) if layout.ep > 1 else trace  # whose gradients others sum
-    trace = divide_layers(divide_tokens(trace, layout.cp, layout.ring_attention), layout.tp, layout.sequence_parallel)
+    trace = divide_tokens(trace, layout.cp, layout.ring_attention)
+    trace = divide_layers(trace, layout.tp, layout.sequence_parallel, layout.async_sums)
     trace = trace if kernels is None else kernels(trace)
     trace = trace if layout.barrier else updates_by_layer(trace)
     dealt = layout.zero > 1 and layout.dp * layout.cp > 1

@@ -118,6 +118,14 @@ LAYOUT = (
         None,
     ),
     Option(
+        "async_sums",
+        Annotated[
+            bool | None,
+            typer.Option("--async-sums", help="with --tp: backward gathers and sums beside products, as Megatron-LM"),
+        ],
+        None,
+    ),
+    Option(
         "cp",
         Annotated[int | None, typer.Option(help="ranks that divide the tokens, with all weights on each; default: 1")],
         None,

@@ -48,6 +48,7 @@ from math import prod
 from typing import Any
 
 from sim.errors import TraceError
+from sim.rewrites.async_sums import sums_beside_weight_gradients
 from sim.rewrites.batching import sent
 from sim.rewrites.dimensions import (
     CONTEXT,
@@ -86,17 +87,19 @@ def divide_tokens(trace: Trace, ranks: int, ring: bool = False) -> Trace:
     return trace if ranks == 1 else _Division(trace, ranks, CONTEXT, ring).build()
 
 
-def divide_layers(trace: Trace, ranks: int, sequence_parallel: bool = False) -> Trace:
+def divide_layers(trace: Trace, ranks: int, sequence_parallel: bool = False, async_sums: bool = False) -> Trace:
     """The first of so many symmetric ranks, each with a part of every layer.
 
     trace: a trace on one device, of a transformer, or a rank's of `divide_tokens`.
     ranks: how many; with 1 the trace itself is returned.
     sequence_parallel: whether what is not divided by heads or columns is divided by tokens.
+    async_sums: whether backward gathers and sums beside products (`sim.rewrites.async_sums`).
     """
     if ranks == 1:
         return trace
     apart = split_updates(trace, lambda slot: int(is_divided(slot.parameter)))
-    return _Division(apart, ranks, SEQUENCE if sequence_parallel else "").build()
+    divided = _Division(apart, ranks, SEQUENCE if sequence_parallel else "").build()
+    return sums_beside_weight_gradients(divided) if async_sums else divided
 
 
 class _Division:

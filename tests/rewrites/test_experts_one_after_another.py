@@ -50,7 +50,7 @@ def test_experts_compute_the_same(precision: str, layout: dict) -> None:
 
 @pytest.mark.parametrize(("dp", "n"), [(2, 1), (4, 1), (2, 2)])
 def test_rows_and_work_of_a_replica(dp: int, n: int) -> None:
-    """Of an expert's rows a microbatch has 1 / (d n), to the byte, and so of 2 r h f FLOPs per product."""
+    """Of an expert's rows each microbatch has 1 / (d n), to the byte, and so of 2 r h f FLOPs per product."""
     trace, _ = lay_out(step(), "a100_80_sxm", {"dp": dp, "micro_batches": n})
     size, ops = {t.name: t.bytes for t in trace.tensors}, {op.name: op for op in trace.ops}
     for expert, rows in enumerate(loads()):
