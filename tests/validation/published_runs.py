@@ -28,7 +28,7 @@ from workloads import cnn, transformer, with_stack
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
 SETS = ("develop", "check")
-LAYOUT = ("dp", "tp", "cp", "ring_attention", "sequence_parallel", "pp", "zero", "schedule", "chunks")
+LAYOUT = ("dp", "tp", "cp", "ring_attention", "sequence_parallel", "pp", "zero", "schedule", "chunks", "layers")
 READING = ("context", "last_stage", "memory_only")
 RUN = (*LAYOUT, *READING, "dispatch", "profile", "policy", "accumulate", "tf32", "cnn", "model", "batch", "stack")
 TF32 = {"engines.gpu.peak.fp32": "156 TFLOP/s", "engines.gpu.efficiency.matmul_fp32": "0.79"}
