@@ -288,7 +288,8 @@ def _nothing(advice: Advice) -> Iterator[str]:
         )
         return
     elif advice.skipped and not advice.changes:
-        yield f"Of {runs} policies and compositions that were run, none fits."
+        alone = f"{advice.rows[0]['policy']}, the only one that was run, does not fit."
+        yield alone if runs == 1 else f"Of {runs} policies and compositions that were run, none fits."
     elif advice.devices is not None and advice.devices.search.left_out:
         yield f"Nothing fits in the layouts that were tried: {runs} policies and compositions were run in the best."
     elif runs:
