@@ -24,6 +24,7 @@ from sim.errors import LayoutError, UnitError, near
 from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
+from sim.rewrites.batching import batch_ops, batched
 from sim.rewrites.dimensions import TENSOR, column_axis, dimensions
 from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
@@ -37,6 +38,7 @@ from sim.rewrites.zero import LEVELS, shard
 from sim.stage_balance import balanced, by_latency, layer_costs
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
+from sim.trace.op import KINDS
 from sim.units import parse_bytes
 
 ONE_EXPERT = re.compile(r"h\d+\.mlp\.expert\d+\.(gate|up)\.weight")
@@ -385,6 +387,15 @@ def with_layers(
 
 def _check_samples(trace: Trace, layout: Layout) -> None:
     """Raise LayoutError where the samples do not divide among replicas and microbatches."""
+    if layout.dp * layout.micro_batches > 1:
+        key = "dp" if layout.dp > 1 else "micro_batches"
+        if trace.meta.get("loss") == "chunked":
+            said = "loss 'chunked' takes 1,024 tokens at a time, of whichever samples they are"
+            raise LayoutError(f"{key}: {said}, and cannot be divided by samples; try 'fused'; nearest: 1")
+        over_all = _norm_over_samples(trace)
+        if over_all:
+            said = f"batch norm {over_all!r} takes its statistics over all samples"
+            raise LayoutError(f"{key}: {said}: on parts of them it would compute something else; nearest: 1")
     samples = trace.meta.get("batch")
     if not isinstance(samples, int):
         return
@@ -395,6 +406,13 @@ def _check_samples(trace: Trace, layout: Layout) -> None:
         nearest = nearest_divisor(samples // layout.dp, layout.micro_batches)
         of = f"batch of {samples}" if layout.dp == 1 else f"{samples // layout.dp} samples of a replica"
         raise LayoutError(f"micro_batches: {layout.micro_batches} does not divide the {of}; nearest: {nearest}")
+
+
+def _norm_over_samples(trace: Trace) -> str:
+    """The first norm of forward that reads rows of samples and cannot be split by them; "" for none."""
+    splits, rows, c = batch_ops(trace), batched(trace), trace.op_columns
+    norms = (op for op in range(len(c.name)) if KINDS[c.kind[op]] == "norm" and c.phase[op] == 0 and not splits[op])
+    return next((c.name[op] for op in norms if any(rows[t] for t in trace.reads(op))), "")
 
 
 def check_division(trace: Trace, tp: int, sequence_parallel: bool, cp: int = 1) -> None:

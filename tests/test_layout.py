@@ -21,7 +21,7 @@ from sim.layout import Layout
 from sim.rewrites.values import departures
 from tests.machines import machine
 from tests.test_cli import tiersim
-from workloads import transformer
+from workloads import cnn, transformer
 
 GB = 10**9
 CONFIG = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 256}
@@ -161,6 +161,17 @@ def test_a_machine_without_the_devices_or_their_links_is_named(base: Trace) -> N
     trace, platform = lay_out(base, "a100_80_sxm", {"pp": 2})
     with pytest.raises(LayoutError, match="already on 2 devices"):
         lay_out(trace, platform, {"pp": 2})
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 1, "micro_batches": 2}])
+def test_what_takes_all_samples_together_is_named(layout: dict) -> None:
+    key = "dp" if "dp" in layout else "micro_batches"
+    chunked = transformer(CONFIG, batch=4, sequence=32, loss="chunked")
+    with pytest.raises(LayoutError, match=f"{key}: loss 'chunked' takes 1,024 tokens at a time, .* try 'fused'"):
+        lay_out(chunked, "a100_80_sxm", layout)
+    with pytest.raises(LayoutError, match=f"{key}: batch norm 'stem.norm' .* over all samples: .* nearest: 1"):
+        lay_out(cnn("resnet-50", batch=4), "a100_80_sxm", layout)
+    lay_out(cnn("vgg-16", batch=4), "a100_80_sxm", layout)
 
 
 def test_the_dies_of_a_supernode_are_those_of_its_packages() -> None:

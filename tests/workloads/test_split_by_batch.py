@@ -110,13 +110,18 @@ def test_the_ways_survive_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "options"), [
-    ({**MIXTRAL, "experts_implementation": "loop"}, {}),
     (GPT2, {"loss": "chunked"}),
     (GPT2, {"micro_batches": 2}),
 ])  # fmt: skip
 def test_what_divides_its_tokens_otherwise_is_refused(config, options):
     with pytest.raises(TraceError, match="may not be split by batch"):
         split_batch(transformer(config, batch=4, sequence=16, **options), 2)
+
+
+def test_rows_of_experts_that_run_one_after_another_are_split_though_no_multiples_of_the_samples():
+    whole = transformer({**MIXTRAL, "experts_implementation": "loop"}, batch=4, sequence=16)
+    assert any(rows % 4 for rows in whole.meta["expert_loads"][0]["0"])
+    assert departures(split_batch(whole, 4), whole) == ()
 
 
 @pytest.mark.parametrize("name", ["alexnet", "googlenet"])
