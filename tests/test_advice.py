@@ -201,8 +201,9 @@ def test_a_policy_whose_work_takes_less_time_is_tried_and_told_even_where_everyt
     assert f"{less:.2g} % less time than keeping everything with unlimited memory" in advice.text()
 
 
-def test_a_search_that_had_no_time_does_not_say_that_nothing_can_fit(config):
-    advice = advise(config, "a100_40_pcie", batch=1, policies=FEW, jobs=1, seconds=1e-6, **AXES)
+@pytest.mark.parametrize("policies", [FEW, None], ids=["named", "all"])
+def test_a_search_that_had_no_time_does_not_say_that_nothing_can_fit(config, policies):
+    advice = advise(config, "a100_40_pcie", batch=1, policies=policies, jobs=1, seconds=1e-6, **AXES)
     assert advice.best is None
     assert advice.skipped
     assert "No run ended in the time of the search, so that it is not known what fits." in advice.text()

@@ -126,7 +126,7 @@ class Search:
         all_, ways = space(), list[Way]()
         variants = by_ceiling(self.asked.variants, self.trials)
         for each in sorted(variants, key=lambda each: each.parallel != self.asked.parallel):
-            if ceiling(each).speed * (1 - WORTH) <= self.top or not self.trials.left_s:
+            if ceiling(each).speed * (1 - WORTH) <= self.top or not self._has_time():
                 continue
             state = state_of(each.trace, each.limited)
             if not state.exceeds_all:
@@ -145,6 +145,11 @@ class Search:
         left = self._near(stacked, NEAR)
         self._try(left, {way: self._next(way, None) for way in left})
         return [*self.ran.values()]
+
+    def _has_time(self) -> bool:
+        """Whether there is time for one more combination; if not, it is noted that one was left out."""
+        self.trials.skipped_variants += not self.trials.left_s
+        return self.trials.left_s > 0
 
     def _lead(self, plain: Sequence[Way], stacked: Sequence[Way]) -> None:
         """Run what is likely to be the fastest without policies of state and beside the best, however long it plans."""
@@ -188,7 +193,7 @@ class Search:
         most = ceiling(whole).speed
         for asked in divisions(whole):
             kept = ceiling(asked).speed
-            if kept * (1 - WORTH) <= self.top or not self.trials.left_s:
+            if kept * (1 - WORTH) <= self.top or not self._has_time():
                 break
             bare = [Way(asked, whole, "", names[""], kept, _in_class(asked))] if names.get("") else []
             self._try(bare, dict.fromkeys(bare, PROBES))
