@@ -45,6 +45,7 @@ LLAMA2 = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 4096, "i
 XL4 = {**GPT, "n_layer": 4, "n_embd": 1600, "n_head": 25}
 MEDIUM6 = {**GPT, "n_layer": 6, "n_embd": 1024, "n_head": 16}
 LARGE3 = {**GPT, "n_layer": 3, "n_embd": 1280, "n_head": 20}
+SMALL2 = {**GPT, "n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 8192}
 BERT3 = {"model_type": "bert", "num_hidden_layers": 3, "hidden_size": 1024, "num_attention_heads": 16,
          "intermediate_size": 4096, "vocab_size": 30522, "max_position_embeddings": 512}  # fmt: skip
 MIXTRAL2 = {"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 3584,
@@ -97,6 +98,10 @@ LLAMA4 = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 2048, "i
           "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
 MOE: Mapping[str, Any] = {**MIXTRAL2, "num_hidden_layers": 8, "num_local_experts": 8}
 
+TEN = ("keep_all", "selective_recompute", "full_recompute", "hybrid", "dtr", "swap_all", "offload_activations", "rotor",
+       "zero_offload + full_recompute", "superoffload + full_recompute")  # fmt: skip
+"""Of each kind some, where all layouts are run, too."""
+
 UNSEEN: Mapping[str, Mapping[str, Any]] = {
     "Llama 2 7B, state too large": {"model": "llama2-7b", "profile": "gh200", "batch": 1, "sequence": 2048, **WHOLE},
     "Mixtral, 8 small layers, state too large": {"model": MOE, "profile": "h100", "batch": 4, "sequence": 1024,
@@ -110,6 +115,11 @@ UNSEEN: Mapping[str, Mapping[str, Any]] = {
                                              "goal": "memory"},
     "BERT-large, 3 layers, fastest batch": {"model": BERT3, "profile": "h100", "sequence": 512, "budget": 1500000000,
                                             **WHOLE},
+    "BERT-large, 3 layers, largest batch": {"model": BERT3, "profile": "v100_32", "sequence": 512,
+                                            "precision": "amp_fp16", "budget": 3000000000, "goal": "batch", **WHOLE},
+    "GPT-2, 2 small layers, ten policies on four devices": {
+        "model": SMALL2, "profile": "a100_80_sxm", "batch": 8, "sequence": 256, "budget": 60000000, "devices": 4,
+        "policies": TEN},
     "Llama 1B, 4 layers, state too large, in micro-batches": {"model": LLAMA4, "profile": "mt3000_survey", "batch": 2,
                                                               "sequence": 1024, "budget": 5000000000},
 }  # fmt: skip
@@ -145,8 +155,10 @@ def question_of(case: Mapping[str, Any], folder: Path) -> Any:
     else:
         made = {"model": workload, **axes_of(case)}
     goal = made.pop("goal", "throughput")
+    more = {"policies": made.pop("policies", None)}
+    made.pop("devices", None)
     return Question(
-        {"batch": 1, **made} if "model" in made else made, case["profile"], budget=case.get("budget"), goal=goal
+        {"batch": 1, **made} if "model" in made else made, case["profile"], budget=case.get("budget"), goal=goal, **more
     )
 
 
@@ -173,10 +185,10 @@ def exhaustive(case: Mapping[str, Any], folder: Path, advised: Mapping[str, Any]
     """The best of everything by the goal of a case, with the number of runs by how they ended.
 
     advised: what `advise` has chosen. For the goal `memory` everything is run with `STEP` less than that needs, and
-    once more from there, where something fits. The goal `batch` is not searched: a policy that splits the batch fits
-    any.
+    once more from there, where something fits; for the goal `batch` with one sample more, without what splits the batch
+    itself, which fits any. Of several devices it is run in every layout.
     """
-    search = _least_memory if case.get("goal") == "memory" else _fastest
+    search = {"memory": _least_memory, "batch": _largest}.get(case.get("goal", ""), _fastest)
     rows = search(case, question_of(case, folder), advised)
     ended = Counter(str(row["status"]) for row in rows)
     top = _top([row for row in rows if row["status"] == "ok"], case)
@@ -194,6 +206,28 @@ def _fastest(case: Mapping[str, Any], asked: Any, advised: Mapping[str, Any]) ->
             if not any(row["status"] == "ok" for row in new):
                 return rows
         return rows
+
+
+def _largest(case: Mapping[str, Any], asked: Any, advised: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = []
+    most = advised["batch"]
+    with closing(_pool()) as pool:
+        while True:
+            new = _run(case, asked.changed(batch=most + 1), pool)
+            rows += new
+            if not any(row["status"] == "ok" for row in new):
+                return rows
+            most += 1
+
+
+def _in_layouts(case: Mapping[str, Any], asked: Any) -> list[Any]:
+    """The question in every layout of its devices."""
+    from sim.hardware.profile import load_profile
+    from sim.layout_search import layouts
+
+    machine = load_profile(case["profile"])
+    per_node = max(machine.networks[0].per_node if machine.networks else case["devices"], machine.devices)
+    return [replace(asked, parallel=layout.said()) for layout in layouts(asked.trace, case["devices"], per_node)]
 
 
 def _least_memory(case: Mapping[str, Any], asked: Any, advised: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -220,10 +254,14 @@ def _run(case: Mapping[str, Any], asked: Any, pool: Any) -> list[Mapping[str, An
     from sim.policies import load, names
     from sim.sweeps.execute import Job
 
-    tried = everything({name: load(name) for name in names()})
+    every = {name: load(name) for name in names()}
+    whole = case.get("goal") == "batch"
+    tried = case.get("policies") or everything(
+        {name: policy for name, policy in every.items() if not (whole and policy.splits_batch)}
+    )
     limit_s = LIMIT_S if any(case is each for each in CASES.values()) else WHOLE_S
     rows: list[Mapping[str, Any]] = []
-    for each in divisions(asked):
+    for each in _in_layouts(case, asked) if "devices" in case else divisions(asked):
         cells = each.cells(tried, limit_s=60 * limit_s)
         labels = {cell.id: cell.labels for cell in cells}
         for id, outcome in pool.run([Job({**cell.task, "stop_s": limit_s}, cell.group) for cell in cells]):
@@ -235,6 +273,8 @@ def _run(case: Mapping[str, Any], asked: Any, pool: Any) -> list[Mapping[str, An
 def _top(rows: Sequence[Mapping[str, Any]], case: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if case.get("goal") == "memory":
         return min(rows, key=lambda row: int(row["peak_bytes"]), default=None)
+    if case.get("goal") == "batch":
+        return max(rows, key=lambda row: (int(row["batch"]), float(row["samples_per_s"])), default=None)
     return max(rows, key=lambda row: float(row["samples_per_s"]), default=None)
 
 
@@ -243,10 +283,14 @@ def kept_of(top: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str, Any]:
     from sim.advice.trials import micro_batches
 
     kept = {"policy": top["policy"], "micro_batches": micro_batches(top), "samples_per_s": top["samples_per_s"]}
+    if case.get("goal") == "batch":
+        kept["goal"] = "batch"
     if case.get("goal") == "memory":
         kept["peak_bytes"] = top["peak_bytes"]
     if "batch" not in case and "net" not in case:
         kept["batch"] = top["batch"]
+    if "devices" in case:
+        kept["layout"] = top["parallel"]
     return kept
 
 
@@ -289,13 +333,18 @@ def asked_as_users_do(case: Mapping[str, Any], folder: Path, slower: float) -> d
     return {**kept_of(top, case), "runs": len(found.rows), "processor_s": round(took, 1)}
 
 
+def exhaustive_for(entry: Mapping[str, Any], case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """`exhaustive` for a case of which `advise` has been asked. entry: what the data have of the case."""
+    return exhaustive(case, folder, entry["advised"])
+
+
 def measure(which: Sequence[str], slower: float) -> None:
     """Search wherever the data has nothing, and keep what was found after each. slower: see `asked_as_users_do`."""
     kept = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
     for name in which:
         entry, case = kept.setdefault(name, {}), {**CASES, **UNCUT, **UNSEEN}[name]
         ours = advised if name in CASES else partial(asked_as_users_do, slower=slower)
-        searches = {"advised": ours, "exhaustive": partial(exhaustive, advised=entry.get("advised"))}
+        searches = {"advised": ours, "exhaustive": partial(exhaustive_for, entry)}
         for key, search in searches.items():
             if key not in entry:
                 print(name, key, file=sys.stderr)
@@ -313,6 +362,8 @@ def lag(entry: Mapping[str, Any]) -> float:
     ours, best = entry["advised"], entry["exhaustive"]
     if "policy" not in best:
         return 0.0
+    if ours.get("goal") == "batch":
+        return float(max(0.0, 1 - ours["batch"] / best["batch"]))
     if "peak_bytes" in best:
         return float(max(0.0, ours["peak_bytes"] / best["peak_bytes"] - 1))
     return float(max(0.0, 1 - ours["samples_per_s"] / best["samples_per_s"]))
@@ -354,6 +405,7 @@ def _said(found: Mapping[str, Any]) -> str:
     count = found["micro_batches"]
     peak = f", {found['peak_bytes'] / 1e9:.3g} GB" if "peak_bytes" in found else ""
     batch = f", batch {found['batch']}" if "batch" in found else ""
+    batch += f" ({found['layout']})" if "layout" in found else ""
     return f"`{found['policy']}`" + (f" in {count} micro-batches" if count > 1 else "") + peak + batch
 
 

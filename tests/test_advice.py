@@ -18,7 +18,7 @@ from sim.advice.bench import STOPPED, pace_of
 from sim.advice.candidates import candidates, lean, space
 from sim.advice.ceiling import Ceiling, keeps_to_class
 from sim.advice.goals import candidates_for, largest_batch, least_memory
-from sim.advice.layouts import _worth
+from sim.advice.layouts import POLICIES, _worth, with_layout
 from sim.advice.narrowing import Search, by_ceiling, divisions
 from sim.advice.question import Question
 from sim.advice.reasons import FACTORS, flips
@@ -902,6 +902,16 @@ def test_layouts_are_left_to_the_search_by_what_they_reach_and_by_what_they_may(
     assert _worth(LayoutSearch(rows, 0, 0, unlimited), 5) == [zero, tp, dp]
     assert _worth(LayoutSearch(rows, 0, 0, unlimited), 0) == [zero]
     assert _worth(LayoutSearch(rows[2:], 0, 0, unlimited), 5) == [dp, tp, zero, slow]  # nothing has fitted
+
+
+@pytest.mark.parametrize(
+    ("named", "run"),
+    [(None, set(POLICIES)), (("keep_all", "hybrid", "rotor"), {"keep_all"}), (("hybrid",), {"hybrid"})],
+)
+def test_in_each_layout_what_plans_at_once_is_run(config, named, run):
+    asked = Question({"model": config, "batch": 2, **AXES}, "a100_80_sxm", budget=2_000_000, policies=named)
+    _, found = with_layout(asked, 2, 60.0)
+    assert {row.policy for row in found.search.rows} == run
 
 
 @pytest.mark.slow

@@ -50,6 +50,8 @@ class Devices:
 def with_layout(asked: Question, devices: int, seconds: float) -> tuple[Question, Devices]:
     """The question about the best layouts that were found within some seconds, and the search.
 
+    Of policies that are named those that plan at once are run there, if there are any: so more layouts are tried.
+
     Beside the layout that a few policies fit as the fastest, those others are left to the search of policies in which
     everything kept in unlimited memory takes less time than that: `OTHERS` of them, fewer where each takes long, none
     where options of the training are left to it.
@@ -62,8 +64,9 @@ def with_layout(asked: Question, devices: int, seconds: float) -> tuple[Question
     kernels = after_division(stack, devices)
     plain = asked if kernels is None else replace(asked, workload={**asked.workload, "stack": "eager"})
     began = time.monotonic()
+    named = asked.policies or POLICIES
     found = search_layouts(
-        plain.trace, asked.profile, devices, asked.policies or POLICIES,
+        plain.trace, asked.profile, devices, [name for name in POLICIES if name in named] or named,
         budget=asked.budget, most=MOST, seconds=seconds, overrides=asked.figures or None, kernels=kernels, fastest=True,
     )  # fmt: skip
     if not found.rows:
