@@ -198,11 +198,11 @@ class Search:
             bare = [Way(asked, whole, "", names[""], kept, _in_class(asked))] if names.get("") else []
             self._try(bare, dict.fromkeys(bare, PROBES))
             ways += bare
+            if kept * (1 - WORTH) <= self.top:
+                break
             fitting = [way for way in bare if self._best(way)]
             if fitting and not any(map(self._best, ways[:-1])):  # what is found here spares others
                 self._try(fitting, dict.fromkeys(fitting, BESIDE), STOPS[-1] * self.trials.seconds)
-            if kept * (1 - WORTH) <= self.top:
-                break
             if not paces:
                 paces = self._paces(whole, [base for base in names if base])
             share = kept / most if most else 1.0
