@@ -24,7 +24,7 @@ EXPERTS = {
 }  # fmt: skip
 MACHINES = {"ascend_910b": 8, "mt3000_cluster": 4}
 """Profiles, and how many of a node's devices divide layers or experts."""
-BUDGETS = {"1f1b": "48 GiB", "interleaved": "52 GiB", "zb_v": "58 GiB"}
+BUDGETS = {"1f1b": "48 GiB", "interleaved": "52 GiB", "zb_v": "54 GiB"}
 RECOMPUTED, OFFLOADED = "full_recompute", "offload_activations"
 POLICIES = (
     "keep_all", RECOMPUTED, "selective_recompute(recompute=attention_core)", OFFLOADED,
