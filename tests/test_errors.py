@@ -38,7 +38,7 @@ def test_a_card_is_suggested_by_how_its_name_begins_and_never_for_another_number
         ("float16", ("bf16", "fp16", "fp32"), ("fp16",)),
         ("float16", names(), ()),
         ("gtp2-medium", model_names(), ("gpt2-medium",)),
-        ("llama3", model_names(), ("llama3-70b", "llama3-8b")),
+        ("llama3", model_names(), ("llama3-70b", "llama3-8b", "llama3.1-405b")),
         ("", ["a", "b"], ()),
         ("x", [], ()),
         ("(" * 10_000_000, names(), ()),

@@ -62,7 +62,7 @@ class Symbols:
         return Size(self, len(self.value) - 1)
 
     def number(self, given: Any) -> int:
-        """The position of an operand, -1 for what is no whole number."""
+        """The position of an operand, -1 for all else than whole numbers."""
         if type(given) is Size:
             return given.place
         if type(given) is not int:

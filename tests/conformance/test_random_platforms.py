@@ -20,7 +20,7 @@ NOT_DRAWN = {
     "tiers.pinning": "is paid before training, and changes nothing in an iteration: analysis/test_pinning.py",
     "op_time": "the law takes the time of an op from `op_times`; the bound's closed form is in hardware/test_bound.py",
     **dict.fromkeys(
-        ("networks.per_node", "networks.rate", "networks.fixed"),
+        ("networks.per_node", "networks.nodes", "networks.rate", "networks.fixed"),
         "become links of a laid-out machine: their closed form is in test_layout.py",
     ),
     **dict.fromkeys(

@@ -56,6 +56,7 @@ class HalvesAndAgain(Policy):
     """Splits the batch in two, and drops and recomputes results of one half that read inputs alone."""
 
     rewrites = True
+    splits_batch = True
     recomputes = True
     rarely = "few results of nets this small are read twice and produced from inputs alone"
 
