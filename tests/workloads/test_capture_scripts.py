@@ -214,12 +214,12 @@ def test_a_script_finds_the_modules_beside_it_and_leaves_none(tmp_path):
     [
         (
             "def step():\n    return 3\n",
-            "no module that was made before .* top level.* `return step`.* return a dict with `module`, `inputs`",
+            "no module that was made before .* top level.* `return step`, or a dict with `module`, `inputs`",
         ),
         (  # as a whole script would be put into a function
             "from torch import nn, optim\n\ndef step():\n    net = nn.Linear(2, 2)\n    net.weight.sum().backward()\n"
             "    optim.SGD(net.parameters()).step()\n",
-            "make model and optimizer outside it, at the file's top level",
+            "with model and optimizer made outside it, at the file's top level",
         ),
         (
             "from torch.nn import Linear\n\ndef step():\n    return Linear(2, 2)\n",

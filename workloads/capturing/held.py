@@ -19,8 +19,8 @@ from workloads.capturing.places import is_installed
 MOST = 20_000
 """Objects that are looked at before the search ends."""
 DESCRIBED = (
-    "make model and optimizer outside it, at the file's top level, so that it is one step of the loop; or build all "
-    "inside and return such a step, as in `return step`; or return a dict with `module`, `inputs` and `loss`"
+    "name a function that is one step of the loop, with model and optimizer made outside it, at the file's top level; "
+    "or one that builds all and returns such a step, as in `return step`, or a dict with `module`, `inputs` and `loss`"
 )
 """What a function must be to be captured, in the words of an error."""
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, BuiltinFunctionType)
