@@ -656,7 +656,7 @@ def test_what_a_script_has_in_place_of_a_step_is_named_with_what_to_write(tmp_pa
         ("my_script:train_step", "nobody gives the function its x, y: .* as in def train_step\\(batch=8\\)"),
         (
             "my_script:model",
-            "this is the module Linear and no training step: name a function that is one step of the loop, .* or a dict",
+            "this is the module Linear and no training step: name a function that is one step .* or a dict",
         ),
         ("my_script:go", "no function 'go' \\(valid: 'train_step'\\)$"),
     ):
