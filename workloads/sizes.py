@@ -353,7 +353,8 @@ class Known:
         if not self.closed and (made := _formulas(build, batch, sequence)) is not None:
             self.formulas.append(made)
             self.closed = len(self.formulas) == (MOST_FORMULAS if self.hits else FORMULAS_WITHOUT_USE)
-            return made.trace
+            # a copy, since what is derived from a trace is kept as long as it is
+            return made.at(batch, sequence) or made.trace
         self.closed = True
         return build(TraceBuilder(), batch, sequence)
 

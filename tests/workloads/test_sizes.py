@@ -58,7 +58,7 @@ batches = st.integers(1, 9)
 sequences = st.sampled_from([1, 2, 31, 32, 33, 127, 128, 129, 250, 256, 300, 384])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     model=st.sampled_from(sorted(SMALL)),
     at=st.lists(st.tuples(batches, sequences), min_size=3, max_size=5),
