@@ -76,6 +76,7 @@ def every() -> tuple[Trace, dict[Layout, tuple[int, int]]]:
     return trace, {layout: (log.end, home_peak(log)) for layout, log in runs.items()}
 
 
+@pytest.mark.slow
 def test_nothing_that_fits_is_proven_not_to(every) -> None:
     """The bound on the state is one: of no layout is it more than the fullest device holds."""
     trace, runs = every
@@ -325,6 +326,7 @@ def test_the_best_is_the_fastest_that_was_simulated_and_fits(base: Trace) -> Non
     assert found.left_out == len(list(layouts(base, 2, 8))) - 3
 
 
+@pytest.mark.slow
 def test_as_long_as_nothing_fits_lean_layouts_are_tried_in_turn(headed: Trace) -> None:
     """In half of the least memory of the fastest layouts; without turns those are all tried first."""
     peaks = {}
