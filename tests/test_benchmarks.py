@@ -16,7 +16,7 @@ SPEC.loader.exec_module(speed)
 LIMITS = {
     "keep_all": 0.8,
     "full_recompute": 1.4,
-    "swap_all": 14,
+    "swap_all": 16,
     "swap_all, planned": 20,
     "dtr with room": 2,
     "lru_tiering at 0.6": 36,
