@@ -178,29 +178,25 @@ def of_sizes(function: Callable[P, int]) -> Callable[P, int]:
         if symbols is None:
             return function(*args, **kwargs)
         given = [(None, arg) for arg in args] + list(kwargs.items())
-        keys = tuple(key for key, each in given if type(each) is Size)
         sized = tuple(each.place for _, each in given if type(each) is Size)
-        fixed = tuple(None if type(each) is Size else each for _, each in given)
-        names = tuple(key for key, _ in given)
-        return cast(int, symbols.result(_Call(function, names, fixed, keys), sized))
+        fixed = tuple((key, Size if type(each) is Size else each) for key, each in given)
+        return cast(int, symbols.result(_Call(function, fixed), sized))
 
     return noted
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A function with some arguments given; those that are None follow when it is called."""
+    """A function with its arguments by name, None for one by place; where one is `Size`, that is given in the call."""
 
     function: Callable[..., int]
-    names: tuple[str | None, ...]
-    fixed: tuple[Any, ...]
-    keys: tuple[str | None, ...]
+    fixed: tuple[tuple[str | None, Any], ...]
 
     def __call__(self, *sizes: int) -> int:
         rest = iter(sizes)
-        values = [next(rest) if value is None else value for value in self.fixed]
-        by_place = [value for name, value in zip(self.names, values) if name is None]
-        return self.function(*by_place, **{name: value for name, value in zip(self.names, values) if name is not None})
+        given = [(name, next(rest) if value is Size else value) for name, value in self.fixed]
+        by_place = [value for name, value in given if name is None]
+        return self.function(*by_place, **{name: value for name, value in given if name is not None})
 
 
 # ---- traces ------------------------------------------------------------------------------------
@@ -301,11 +297,11 @@ class Formulas:
 
     def at(self, batch: int, sequence: int) -> Trace | None:
         """The trace for these sizes; None where a condition does not hold, or a number is too large for a trace."""
-        numbers = self._symbols.evaluated((batch, sequence))
         try:
+            numbers = self._symbols.evaluated((batch, sequence))
             return None if numbers is None else self._filled(numbers)
-        except (OverflowError, TraceError):
-            return None  # who builds it as ever says which
+        except (ArithmeticError, TraceError):
+            return None  # who builds it as ever says which; a division may be by what a condition rules out
 
     def _filled(self, numbers: Sequence[int]) -> Trace:
         shapes = [tuple(numbers[n[0]] if type(n) is tuple else n for n in shape) for shape in self._shapes]

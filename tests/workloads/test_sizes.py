@@ -175,6 +175,26 @@ def test_a_function_of_sizes_is_one_operation() -> None:
     assert symbols.evaluated([9])[total.place] == loop(9, step=3)  # type: ignore[index]
 
 
+def test_an_argument_that_is_none_stays_none() -> None:
+    @of_sizes
+    def tokens(count: int, other: int | None = 1, *, more: int = 0) -> int:
+        return count + (100 if other is None else other) + more
+
+    symbols = Symbols()
+    n = symbols.size(6)
+    total: Any = tokens(n, None, more=n + 1)  # type: ignore[arg-type]
+    assert symbols.evaluated([9])[total.place] == tokens(9, None, more=10) == 119  # type: ignore[index]
+
+
+def test_a_division_that_a_condition_rules_out_is_left_to_the_generator() -> None:
+    def build(builder: TraceBuilder, batch: int, sequence: int) -> Trace:
+        builder.tensor("x", sequence // (batch - 1) if batch > 1 else 7, "input")
+        return builder.build()
+
+    traces = [at_sizes("divided", build, batch, 12) for batch in (3, 4, 5, 1, 7)]
+    assert [trace.tensors[0].bytes for trace in traces] == [6, 4, 3, 7, 2]
+
+
 def test_a_row_that_is_copied_has_no_formula() -> None:
     """Then the trace is built as ever, for each size."""
 
