@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -296,10 +295,7 @@ def test_ways_that_nothing_has_fitted_yet_stay_in_the_search(config, monkeypatch
 
 def table_of_advice():
     """`scripts/make_advice.py`, and the data that it made."""
-    name = "make_advice"
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = importlib.import_module("scripts.make_advice")
     return module, json.loads(module.DATA.read_text(encoding="utf-8"))
 
 

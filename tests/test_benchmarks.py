@@ -1,17 +1,12 @@
 """The engine's speed, as ratios to a bare SimPy loop in this process, with a margin for a busy machine."""
 
 import gc
-import importlib.util
-from pathlib import Path
 
 import pytest
 
+from benchmarks import speed
 from tests.clocks import least
 from workloads import w1
-
-SPEC = importlib.util.spec_from_file_location("speed", Path(__file__).parents[1] / "benchmarks" / "speed.py")
-speed = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(speed)
 
 LIMITS = {
     "keep_all": 0.8,

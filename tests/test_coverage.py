@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from pathlib import Path
 
 import pytest
@@ -13,14 +13,7 @@ from sim.policies import FAMILIES, family, names
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-coverage = load(ROOT / "scripts" / "make_coverage.py")
+coverage = importlib.import_module("scripts.make_coverage")
 TABLE = coverage.load_table()
 ITEMS = coverage.items(TABLE)
 

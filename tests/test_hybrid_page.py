@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from statistics import median
@@ -18,10 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def tool():
     """The script that writes the page."""
-    spec = importlib.util.spec_from_file_location("make_hybrid", ROOT / "scripts" / "make_hybrid.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("scripts.make_hybrid")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -13,13 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def tool() -> ModuleType:
-    name = "make_layered"
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("scripts.make_layered")
 
 
 def test_rows_of_the_page_are_what_the_policy_does():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def tool():
     """The script that writes the page."""
-    spec = importlib.util.spec_from_file_location("make_offload", ROOT / "scripts" / "make_offload.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("scripts.make_offload")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import math
 import random
@@ -18,14 +18,7 @@ from sim.trace.chain import chain
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-planning = load(ROOT / "scripts" / "make_planning.py")
+planning = importlib.import_module("scripts.make_planning")
 DATA = json.loads(planning.DATA.read_text(encoding="utf-8"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import json
 import re
@@ -34,10 +34,7 @@ OF_NOBODY = re.compile(r"\bSource: (none|this project|our own)\b")
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("make_recompute", ROOT / "scripts" / "make_recompute.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("scripts.make_recompute")
 
 
 @pytest.fixture(scope="module")

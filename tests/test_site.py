@@ -215,9 +215,7 @@ def test_a_dead_link_would_be_found(tmp_path):
 
 def test_a_docstring_becomes_lists_and_labels_and_its_code_stays_as_it_is():
     pytest.importorskip("griffe", reason="needs the extra `docs`")
-    spec = importlib.util.spec_from_file_location("site_docstrings", ROOT / "scripts" / "site_docstrings.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = importlib.import_module("scripts.site_docstrings")
     text = """Time is bytes * ns; `a * b` is code.
 
 Source: Somebody, "A pa-
