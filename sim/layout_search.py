@@ -5,8 +5,8 @@
 
 `layouts` lists those that are valid: tensor parallelism inside a node, with sequence parallelism, context
 parallelism, or both; stages, in each schedule that has an order for them, with as many layers each, or with so many
-that the slowest part takes the least time (`sim.stage_balance`); replicas that divide the samples, and among which
-experts may be divided; ZeRO; microbatches. Two things spare a simulation. The least
+that the slowest part takes the least time, or, under 1F1B, a whole iteration does (`sim.stage_balance`); replicas that
+divide the samples, and among which experts may be divided; ZeRO; microbatches. Two things spare a simulation. The least
 that a device must hold, its part of the training state that no policy moves, proves that a layout cannot fit. An
 estimate of time and memory (the units of the schedule one after the other, bytes of collectives,
 `sim.layout_estimate`) orders the rest, of which `most` are simulated: what is left out there is not proven slower, and
@@ -32,7 +32,7 @@ from sim.errors import LayoutError, TiersimError, near
 from sim.experiment import reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.layout import BALANCED, DDP, Layout, check_context, check_experts, divisible, lay_out
+from sim.layout import BALANCED, DAPPLE, DDP, Layout, check_context, check_experts, divisible, lay_out
 from sim.layout_estimate import Estimate, Estimator
 from sim.policies import load
 from sim.policies.traits import MANAGED_AS
@@ -305,7 +305,8 @@ def _nearest(trace: Trace, devices: int, node: Platform) -> int:
 def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] = SEARCHED) -> Iterator[Layout]:
     """The layouts that take exactly so many devices and divide the trace without a rest.
 
-    Stages have as many layers each, or so many that the slowest takes the least time, which may be the same.
+    Stages have as many layers each, or so many that the slowest, or under 1F1B a whole iteration, takes the least time,
+    which may be the same.
     """
     samples, sequence = trace.meta.get("batch", 1), trace.meta.get("sequence")
     layers = len({layer for layer in op_layers(trace).tolist() if layer >= 0})
@@ -331,6 +332,8 @@ def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] 
                     yield layout
                 if pp > 1 and layers > layout.parts:
                     yield replace(layout, layers=BALANCED)
+                    if schedule == "1f1b" and n > 1:  # whose iterations DAPPLE plans
+                        yield replace(layout, layers=DAPPLE)
 
 
 def _distinct(candidates: Iterable[Layout], estimator: Estimator) -> list[Layout]:

@@ -131,6 +131,7 @@ def test_stages_may_have_unequal_numbers_of_layers(base: Trace, headed: Trace) -
     found = list(layouts(headed, 4, 8, ["1f1b", "interleaved"]))
     assert {layout.pp for layout in found if not layout.layers} == {1, 2}  # four stages do not divide six layers
     assert {layout.pp for layout in found if layout.layers == "balanced"} == {2, 4}
+    assert {(layout.schedule, layout.pp) for layout in found if layout.layers == "dapple"} == {("1f1b", 2), ("1f1b", 4)}
     assert len(set(found)) == len(found)
     assert not any(layout.layers for layout in layouts(base, 2, 8))  # two layers are one for each of two stages
     for layout in found:
@@ -148,6 +149,20 @@ def test_a_search_balances_stages_where_that_is_faster(headed: Trace) -> None:
     times = {row.layout: row.makespan_ns for row in search.rows}
     assert times[Layout(**how)] == every[3, 3]
     assert times[Layout(**how, layers="balanced")] == min(every.values()) < every[3, 3]
+
+
+def test_a_search_plans_for_the_filling_of_a_pipeline_where_that_is_faster() -> None:
+    """Of two microbatches the first stage does half while the second waits: it takes more than an even half."""
+    config = {**CONFIG, "n_layer": 6, "n_embd": 128, "vocab_size": 16384, "n_positions": 256}
+    trace = transformer(config, batch=8, sequence=256, precision="mixed_bf16")
+    how = {"pp": 2, "micro_batches": 2}
+    every = [
+        simulate(trace, "a100_80_sxm", parallel={**how, "layers": (first, 6 - first)}).log.end for first in range(1, 6)
+    ]
+    search = search_layouts(trace, "a100_80_sxm", 2, ["keep_all"], most=99, schedules=["1f1b"])
+    times = {row.layout: row.makespan_ns for row in search.rows}
+    planned, balanced = (times[Layout(**how, layers=each)] for each in ("dapple", "balanced"))
+    assert planned == min(every) < balanced
 
 
 def test_what_gives_every_stage_as_many_layers_is_tried_once(headed: Trace) -> None:
