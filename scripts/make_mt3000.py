@@ -82,6 +82,8 @@ def facts(data: Mapping[str, Any], words: tables.Words) -> dict[str, Any]:
         **_elsewhere(cells(data, "elsewhere"), border, words),
         **_together(cells(data, "clusters"), words),
         "crossed": words["and"].join(words["crossed"].format(at=at, job=job) for job, at in crossed.items()),
+        "jobs_table": tables.jobs_table(where, words),
+        "mixtral": study.MIXTRAL,
         "machines_table": tables.machines_table(where, words),
         "policies_table": tables.policies_table(where, words),
         "rates_table": tables.rates_table(rates, words),
@@ -188,10 +190,12 @@ def _wrong(made: Sequence[Prediction], words: tables.Words) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Paragraphs and items at the width of this project's pages; tables, headings and figures as they are."""
-    lines = []
+    """Paragraphs and items at the width of this project's pages; tables, headings, figures and code as they are."""
+    lines, is_code = [], False
     for line in text.splitlines():
-        if not line or line.startswith(("|", "#", "!")):
+        is_fence = line.startswith("```")
+        is_code ^= is_fence
+        if is_code or is_fence or not line or line.startswith(("|", "#", "!")):
             lines.append(line)
         else:
             indent = "  " if line.startswith("- ") else ""

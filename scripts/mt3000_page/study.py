@@ -47,6 +47,8 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "Llama 1B, 32 k": {"model": "llama-1b", "batch": 1, "sequence": 32768, "precision": "mixed_fp16", **LONG},
     "Llama 2 7B": {"model": "llama2-7b", "batch": 1, "sequence": 2048, "precision": "mixed_fp16"},
 }  # fmt: skip
+SAID = ("model", "precision", "batch", "sequence")
+"""Options that the page gives a column."""
 MACHINES: Mapping[str, Mapping[str, str]] = {
     "mt3000_survey": {},
     "mt3000_cluster": {"devices": "1"},  # one cluster works, three rest

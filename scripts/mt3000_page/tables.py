@@ -35,6 +35,26 @@ def table(head: Sequence[str], left: int, rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
+def jobs_table(found: Cells, words: Words) -> str:
+    """What each job is, in options of the command line, and what it wants; the 910B has more than any wants."""
+    from sim.report.cells import size
+
+    rows = []
+    for job, options in study.JOBS.items():
+        model = f"`{options['model']}`" if isinstance(options["model"], str) else words["of our own"]
+        rest = [f"`{key}={value}`" for key, value in options.items() if key not in study.SAID]
+        wanted = found[job, "ascend_910b", ()].budget / study.SHARE
+        shown = [
+            job,
+            ", ".join([model, *rest]),
+            f"`{options['precision']}`",
+            *(f"{options[key]:,}" for key in ("batch", "sequence")),
+            size(round(wanted)),
+        ]
+        rows.append(shown)
+    return table(words["jobs"], 3, rows)
+
+
 def machines_table(found: Cells, words: Words) -> str:
     """Best policy per job and machine."""
     from sim.report.cells import size
