@@ -20,10 +20,10 @@ from sim.advice.goals import candidates_for, largest_batch, least_memory
 from sim.advice.layouts import POLICIES, _worth, with_layout
 from sim.advice.narrowing import Search, by_ceiling, divisions
 from sim.advice.question import Question
-from sim.advice.reasons import FACTORS, flips
+from sim.advice.reasons import FACTORS, _ladder, flips
 from sim.advice.state import state_of
 from sim.advice.trials import BOUND, Trials, best, fits, micro_batches, speed
-from sim.errors import Infeasible, PolicyError, TiersimError
+from sim.errors import Infeasible, PolicyError, TiersimError, WorkloadError
 from sim.experiment import simulate, unlimited
 from sim.floors import largest_op
 from sim.hardware.profile import load_profile
@@ -778,7 +778,7 @@ def test_a_trace_without_samples_is_named_by_its_model_and_has_iterations_per_se
     step = Trace(tensors, ops, **rest, meta={**meta, "model": "my_step"})
     given = advise(step, "a100_40_pcie", policies=["keep_all"], seconds=20)
     text = given.text()
-    assert text.startswith("my_step on a100_40_pcie")
+    assert text.startswith("my_step, sequence 64 on a100_40_pcie")
     rate = 1e9 / given.best["makespan_ns"]
     assert f"{rate:.4g} iterations/s" in text
     assert "samples/s" not in text
@@ -786,6 +786,44 @@ def test_a_trace_without_samples_is_named_by_its_model_and_has_iterations_per_se
     text = advise(of_batch, "a100_40_pcie", policies=["keep_all"], seconds=20).text()
     assert f"{round(4 * rate):,} samples/s" in text
     assert "as fast as with unlimited memory" in text
+
+
+def test_of_a_function_the_search_chooses_the_batch_as_of_a_model_by_name(config):
+    how = {"budget": "40 MB", "policies": ["keep_all", "full_recompute"], "seconds": 60, "jobs": 1}
+    made = []
+
+    def step(batch):
+        made.append(batch)
+        return transformer(config, batch=batch, **AXES)
+
+    for goal in ("throughput", "batch"):
+        by_name = advise(config, "a100_40_pcie", goal=goal, micro_batches=1, **AXES, **how)
+        made.clear()
+        given = advise(step, "a100_40_pcie", goal=goal, **how)
+        assert len(made) == len(set(made)) > 2  # each once, however many policies run it
+        for key in ("batch", "policy", "makespan_ns", "peak_bytes", "samples_per_s"):
+            assert given.best[key] == by_name.best[key]
+        assert f"batch {given.best['batch']}" in given.text().splitlines()[0]
+    assert advise(step, "a100_40_pcie", batch=3, **how).best["samples_per_s"] == pytest.approx(
+        3e9 / simulate(transformer(config, batch=3, **AXES), "a100_40_pcie", budget="40 MB").log.end
+    )
+
+
+def test_where_nothing_of_a_function_fits_fewer_samples_are_tried(config):
+    from sim.advice.question import question
+
+    asked = question(lambda batch: transformer(config, batch=batch, **AXES), "a100_40_pcie", None, axes={"batch": 8})
+    assert [change.options for _, change in _ladder(asked)][:2] == [{"batch": 4}, {"batch": 1}]
+
+
+def test_a_batch_that_a_function_refuses_is_named(config):
+    def step(batch):
+        raise WorkloadError("norm: expected more than one value")
+
+    with pytest.raises(WorkloadError, match="at batch 1: norm: expected more than one value; give a batch"):
+        advise(step, "a100_40_pcie", seconds=5)
+    with pytest.raises(WorkloadError, match="sequence: of a function the search chooses the batch alone"):
+        advise(lambda batch: transformer(config, batch=batch, **AXES), "a100_40_pcie", sequence=64)
 
 
 def test_rates_have_no_exponents():

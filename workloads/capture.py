@@ -55,7 +55,7 @@ from workloads.capturing.packed import padded_again
 from workloads.capturing.places import line_of, way_out
 from workloads.capturing.record import Recording
 from workloads.capturing.recorder import Recorder
-from workloads.capturing.reference import called, opened, sized
+from workloads.capturing.reference import called, defaults, opened, sized
 from workloads.capturing.seeds import seeded
 from workloads.capturing.selections import Selected
 from workloads.capturing.substitute import fake_like, fake_module
@@ -352,20 +352,21 @@ def capture_from_reference(reference: str, sizes: Mapping[str, Any] | None = Non
         returns a dict of `capture`'s arguments (`ARGUMENTS`), at least `module`.
     sizes: arguments of the function by name, such as `batch` and `sequence`; it needs parameters of these names, or of
         others that are usual for them (`batch_size`, `seq_len`: `workloads.capturing.reference.ALSO`). Where the dict
-        says nothing else, `batch` is the number of samples, and `batch` times `sequence` that of tokens.
+        says nothing else, `batch` is the number of samples, and `batch` times `sequence` that of tokens; a whole number
+        that is a parameter's default is such a size, too.
     changes: replace entries of that dict.
 
     Raises WorkloadError naming what is missing, unknown or failed.
     """
     _torch()
     sizes = dict(sizes or {})
-    rates = {"samples": sizes["batch"]} if "batch" in sizes else {}
-    if len(sizes.keys() & {"batch", "sequence"}) == 2:
-        rates["tokens"] = sizes["batch"] * sizes["sequence"]
+    rates = _rates(sizes)
+    usual: dict[str, Any] = {}
     with opened(reference) as loaded, cuda_autocast(_unnoted), seeded(_unnoted):
 
         def build() -> Any:
             function = loaded()
+            usual.update(defaults(function))
             found = called(function, reference, sizes)
             if callable(found) or (isinstance(found, Mapping) and not _are_results(found)):
                 return found
@@ -376,7 +377,17 @@ def capture_from_reference(reference: str, sizes: Mapping[str, Any] | None = Non
         except Described:
             given = _described(loaded, reference, sizes)
             trace = capture(**{**rates, **given, **changes})
+    sizes = {**usual, **sizes}
+    trace = with_facts(trace, **{**_rates(sizes), **trace.meta})
     return with_facts(trace, **sizes)
+
+
+def _rates(sizes: Mapping[str, Any]) -> dict[str, int]:
+    """Samples and tokens of an iteration, as far as its sizes tell."""
+    rates = {"samples": sizes["batch"]} if "batch" in sizes else {}
+    if len(sizes.keys() & {"batch", "sequence"}) == 2:
+        rates["tokens"] = sizes["batch"] * sizes["sequence"]
+    return rates
 
 
 def _are_results(found: Mapping[Any, Any]) -> bool:

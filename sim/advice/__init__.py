@@ -50,7 +50,7 @@ job is the likely answer."""
 
 @explained
 def advise(
-    workload: str | os.PathLike[str] | Trace,
+    workload: str | os.PathLike[str] | Trace | Callable[[int], Trace],
     platform: str | os.PathLike[str],
     *,
     goal: str = "throughput",
@@ -68,7 +68,8 @@ def advise(
 ) -> Advice:
     """Search for the policy, or composition, to use for a workload on a machine.
 
-    workload: the name of a model, the path of a Hugging Face `config.json`, or a trace.
+    workload: the name of a model, the path of a Hugging Face `config.json`, a trace, or a function that makes the
+        trace of a batch, as of `largest_batch`: `lambda batch: capture(...)`.
     platform: the name or file of a hardware profile.
     goal: `throughput`: the most samples per second, at `batch` or, where none is given, at the best batch.
         `memory`: the least memory in which the job runs. `batch`: the largest batch that fits.
@@ -92,9 +93,11 @@ def advise(
         raise TiersimError(f"seconds: value {seconds:g}: expected a finite number above 0")
     if jobs is not None and jobs < 1:
         raise TiersimError(f"jobs: value {jobs}: expected at least 1")
+    if callable(workload) and (batch is not None or goal == "memory"):
+        workload, batch = workload(1 if batch is None else batch), None
     fixed = isinstance(workload, Trace) or batch is not None or goal == "memory"
     if goal == "batch" and (isinstance(workload, Trace) or batch is not None):
-        raise TiersimError("goal 'batch': expected a model by name, and no batch: the search chooses it")
+        raise TiersimError("goal 'batch': expected a model by name, or a function of the batch, and no batch: the search chooses it")
     if devices < 1:
         raise TiersimError(f"devices: value {devices}: expected at least 1")
     for each in policies or ():

@@ -162,8 +162,10 @@ def _verdict(advice: Advice) -> list[str]:
 def _workload(advice: Advice) -> str:
     axes = dict(advice.question.workload)
     name = axes.pop("model", None)
-    if axes.pop("trace", None) is not None:  # a file of the search's own
-        name = advice.question.trace.meta.get("model", "trace")
+    if axes.pop("trace", None) is not None or advice.question.steps:  # a file of the search's own
+        meta = advice.question.trace.meta
+        name = meta.get("model", "trace")
+        axes |= {key: meta[key] for key in ("batch", "sequence") if key in meta}
     shown = ", ".join(f"{key} {value}" for key, value in axes.items() if USUAL.get(key) != value)
     return f"{name}, {shown}" if shown else str(name)
 

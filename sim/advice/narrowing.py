@@ -80,10 +80,11 @@ def setting_of(asked: Question) -> tuple[Any, ...]:
 def divisions(asked: Question) -> list[Question]:
     """The question with one micro-batch, and then with more: powers of two that divide the batch, and one sample each.
 
-    Itself alone where their number is given, where the workload is fixed, or divided over devices, or not trained.
+    Itself alone where their number is given, where the workload is fixed, or divided over devices, or not trained, and
+    where a function makes it, which alone knows what a micro-batch is.
     """
     workload = asked.workload
-    if asked.is_fixed or asked.parallel or workload.get("generate") or "micro_batches" in workload:
+    if asked.is_fixed or asked.steps or asked.parallel or workload.get("generate") or "micro_batches" in workload:
         return [asked]
     batch = workload.get("batch", 1)
     counts = {1 << k for k in range(1, batch.bit_length()) if batch % (1 << k) == 0} | ({batch} - {1})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -23,6 +23,7 @@ from sim.sweeps.job import build, job
 from sim.sweeps.schema import WORKLOAD_AXES
 from sim.sweeps.study import Cell, load_study
 from sim.trace.graph import Trace
+from sim.trace.io import save
 
 GOALS = ("throughput", "memory", "batch")
 OPEN = {"precision": "amp_bf16", "optimizer": "adamw_foreach"}
@@ -32,11 +33,40 @@ BOUND_S = 5.0
 """Seconds that solving for a bound may take; without a solution it is that of the ops alone."""
 
 
+class Steps:
+    """What a function makes of each batch, made once, with a file of each for the processes of a search.
+
+    make: the trace of a batch. folder: where the files are written.
+    """
+
+    def __init__(self, make: Callable[[int], Trace], folder: Path) -> None:
+        self._make, self._folder = make, folder
+        self._made: dict[int, Trace] = {}
+
+    def at(self, batch: int) -> Trace:
+        """The trace of a batch. Raises WorkloadError, and TraceError where it is none."""
+        if batch not in self._made:
+            try:
+                trace = self._make(batch)
+            except WorkloadError as error:
+                raise WorkloadError(f"at batch {batch}: {error}; give a batch for the search to keep to") from error
+            check_trace(trace)
+            facts = {"samples": batch, **trace.meta, "batch": batch}
+            columns = (trace.tensor_columns, trace.op_columns)
+            self._made[batch] = Trace(*columns, outputs=trace.outputs, carry=trace.carry, meta=facts)
+            save(self._made[batch], self.file(batch))
+        return self._made[batch]
+
+    def file(self, batch: int) -> Path:
+        """Where the trace of a batch is kept once it is made."""
+        return self._folder / f"batch-{batch}.trace.json.gz"
+
+
 @dataclass(frozen=True)
 class Question:
     """What is asked.
 
-    workload: keys of a study that make the trace: `model` and its axes, or `trace`, a file.
+    workload: keys of a study that make the trace: `model` and its axes, or `trace`, a file; or `batch` alone, of steps.
     profile: the name or file of a hardware profile.
     figures: what is changed in it, by path.
     budget: bytes of each device's home tier, None for its capacity.
@@ -46,6 +76,7 @@ class Question:
     parallel: keys of the layout over devices, None for one device.
     layouts: other layouts that are left to the search.
     open: of the options `OPEN` those that are left to the search, with the values to try.
+    steps: where a function makes the trace of each batch.
 
     Raises TiersimError, WorkloadError.
     """
@@ -60,6 +91,7 @@ class Question:
     parallel: Mapping[str, Any] | None = None
     layouts: tuple[Mapping[str, Any], ...] = ()
     open: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    steps: Steps | None = None
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
@@ -86,7 +118,7 @@ class Question:
     def cells(self, policies: Iterable[str], *, limit_s: float | None = None) -> list[Cell]:
         """A cell of a sweep per policy. Raises StudyError."""
         study: dict[str, Any] = {
-            **self.workload,
+            **self._source,
             "profile": self.profile,
             "policy": list(policies),
             "seed": self.seed,
@@ -98,7 +130,16 @@ class Question:
             study["budget"] = f"{self.budget} B"
         if limit_s is not None:
             study["time_limit"] = f"{max(1, round(limit_s * 1000))} ms"
-        return load_study(study).cells()
+        cells = load_study(study).cells()
+        return [replace(cell, labels={**cell.labels, **self.workload}) for cell in cells] if self.steps else cells
+
+    @property
+    def _source(self) -> Mapping[str, Any]:
+        """Keys of a study that make the trace."""
+        if self.steps is None:
+            return self.workload
+        self.steps.at(self.workload["batch"])
+        return {"trace": str(self.steps.file(self.workload["batch"]))}
 
     def changed(self, **workload: Any) -> Question:
         """The same question about a changed workload."""
@@ -113,6 +154,8 @@ class Question:
     @cached_property
     def trace(self) -> Trace:
         """The trace itself, divided as the layout says. Raises WorkloadError, TraceError or LayoutError."""
+        if self.steps is not None:
+            return self.steps.at(self.workload["batch"])
         return self._divided[0] if self.parallel else build(self._made_of)
 
     @cached_property
@@ -214,16 +257,16 @@ def _can_run(asked: Question) -> bool:
 
 
 def question(
-    workload: str | os.PathLike[str] | Trace,
+    workload: str | os.PathLike[str] | Trace | Callable[[int], Trace],
     platform: str | os.PathLike[str],
     folder: Path,
     *,
     axes: Mapping[str, Any],
     **rest: Any,
 ) -> Question:
-    """The question about a model by name or configuration, or about a trace.
+    """The question about a model by name or configuration, about a trace, or about what a function makes of a batch.
 
-    folder: where a trace that is not a file is written.
+    folder: where traces that are not files are written.
     axes: options of `transformer`; of `OPEN` several values, with commas between them, or `any`.
 
     Raises ProfileError, WorkloadError, TiersimError.
@@ -234,12 +277,14 @@ def question(
         made: dict[str, Any] = {"model": os.fspath(workload), **axes}
         rest["open"] = left_open(made, os.fspath(platform), rest.get("figures") or {})
         made |= {name: values[0] for name, values in rest["open"].items()}
+    elif callable(workload):
+        if wrong := [name for name in axes if name != "batch"]:
+            raise WorkloadError(f"{wrong[0]}: of a function the search chooses the batch alone")
+        made, rest["steps"] = dict(axes), Steps(workload, folder)
     else:
         check_trace(workload)
         if axes:
             raise WorkloadError(f"{next(iter(axes))}: a trace is fixed; name a model to change it")
-        from sim.trace.io import save
-
         save(workload, folder / "workload.trace.json.gz")
         made = {"trace": str(folder / "workload.trace.json.gz")}
     asked = Question(made, os.fspath(platform), **rest)

@@ -234,7 +234,7 @@ def _is_made(asked: Question) -> bool:
 def _ladder(asked: Question) -> Iterator[tuple[Question, Change]]:
     """Changes to try, from those that compute the same to those that train something else; then more memory."""
     if not asked.is_fixed:
-        for options, text in _of_workload(asked.workload):
+        for options, text in _of_batch(asked.workload["batch"]) if asked.steps else _of_workload(asked.workload):
             yield asked.changed(**options), Change(options, text, {})
     for each, options, text in _of_machine(asked):
         yield each, Change(options, text, {})
@@ -257,6 +257,14 @@ def _of_machine(asked: Question) -> Iterator[tuple[Question, dict[str, Any], str
             {"profile": name},
             (f"{name}, a machine of {format_bytes(size)}"),
         )
+
+
+def _of_batch(batch: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """Changes of what a function makes: fewer samples."""
+    if batch > 2:
+        yield {"batch": batch // 2}, f"{batch // 2} samples per iteration"
+    if batch > 1:
+        yield {"batch": 1}, "one sample per iteration"
 
 
 def _of_workload(workload: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:

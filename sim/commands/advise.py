@@ -84,9 +84,12 @@ def advise(ctx: typer.Context, **options: Any) -> None:
     from sim.outputs import to_json
     from workloads.steps import is_reference
 
-    if options["trace"] or is_reference(options["model"]):
+    axes: dict[str, Any] = {}
+    if is_reference(options["model"]) and options["batch"] is None and options["goal"] != "memory":
+        subject = _of_batches({"ctx": ctx, "chosen": ["batch"], **options})
+    elif options["trace"] or is_reference(options["model"]):
         chosen = [] if options["batch"] is None else ["batch"]
-        subject, axes = workload({"ctx": ctx, "chosen": chosen, **options}), {}
+        subject = workload({"ctx": ctx, "chosen": chosen, **options})
     elif options["model"]:
         axes = {WORDS.get(axis.name, axis.name): options[axis.name] for axis in AXES[1:]}
         subject, axes = options["model"], {key: value for key, value in axes.items() if value is not None}
@@ -105,6 +108,20 @@ def advise(ctx: typer.Context, **options: Any) -> None:
     print(to_json(advice.as_dict()) if options["json"] else advice.text(), end="\n" if options["json"] else "")
     if advice.best is None:
         raise typer.Exit(1)
+
+
+def _of_batches(options: dict[str, Any]) -> Any:
+    """What makes the step of a function at each batch; its step as it is where that has no batch."""
+    from workloads.capturing.reference import Unsized
+
+    try:
+        first = workload({**options, "batch": 1})
+    except Unsized as error:
+        if options["goal"] == "batch":
+            raise
+        say(f"the batch is that of the step: {error}")
+        return workload({**options, "chosen": []})
+    return lambda batch: first if batch == 1 else workload({**options, "batch": batch})
 
 
 @takes(PROFILE, POLICY, MODEL, *AXES[1:], BUDGET, SET, PARAM, SEED, TIME_LIMIT, JSON)

@@ -49,8 +49,8 @@ def test_the_step_is_a_function_of_its_sizes(reference):
     for sizes, tokens in (({}, 24), ({"batch": 2}, 12), ({"batch": 3, "sequence": 7}, 21)):
         trace = training_step(reference, **sizes)
         assert largest(trace) == tokens * LOGITS
-        assert trace.meta.get("samples") == sizes.get("batch")
-    assert trace.meta["tokens"] == 21  # of both sizes
+        assert trace.meta["samples"] == sizes.get("batch", 4)  # the function's own, where nobody says another
+        assert trace.meta["tokens"] == tokens
 
 
 def test_sizes_have_the_names_that_scripts_give_them(reference, tmp_path):
@@ -97,3 +97,16 @@ def test_the_largest_batch_of_a_step(reference, capsys, monkeypatch):
     peaks = [home_peak(reference_run(training_step(reference, batch=b), platform)) for b in (batch, batch + 1)]
     assert end.value.code == 0
     assert peaks[0] <= 40_000 < peaks[1]
+
+
+def test_advice_chooses_the_batch_of_a_step(reference, capsys, monkeypatch):
+    job = ["--profile", "a100_40_pcie", "--budget", "40 kB", "--policies", "keep_all", "--json"]
+    found = {}
+    for command in (["advise", "--goal", "batch", "--seconds", "60"], ["largest-batch"]):
+        monkeypatch.setattr("sys.argv", ["tiersim", *command, "--model", reference, *job])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 0
+        found[command[0]] = json.loads(capsys.readouterr().out)
+    assert found["advise"]["best"]["batch"] == found["largest-batch"]["batch"] > 1
+    assert found["advise"]["best"]["samples_per_s"] == pytest.approx(found["largest-batch"]["samples_per_s"])

@@ -100,6 +100,16 @@ def sized(function: Callable[..., Any], reference: str, sizes: Mapping[str, Any]
     return given
 
 
+def defaults(function: Callable[..., Any]) -> dict[str, int]:
+    """The sizes that a function has where nobody gives it others: whole numbers, by the names of `ALSO`."""
+    parameters = signature(function).parameters
+    found = {}
+    for size, others in ALSO.items():
+        values = (parameters[name].default for name in (size, *others) if name in parameters)
+        found |= {size: value for value in values if type(value) is int and value > 0}
+    return found
+
+
 @contextmanager
 def _refused(reference: str, where: str) -> Iterator[None]:
     try:
