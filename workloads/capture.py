@@ -359,27 +359,24 @@ def capture_from_reference(reference: str, sizes: Mapping[str, Any] | None = Non
     Raises WorkloadError naming what is missing, unknown or failed.
     """
     _torch()
-    sizes = dict(sizes or {})
-    rates = _rates(sizes)
-    usual: dict[str, Any] = {}
+    chosen, usual = dict(sizes or {}), dict[str, Any]()
     with opened(reference) as loaded, cuda_autocast(_unnoted), seeded(_unnoted):
 
         def build() -> Any:
             function = loaded()
             usual.update(defaults(function))
-            found = called(function, reference, sizes)
+            found = called(function, reference, chosen)
             if callable(found) or (isinstance(found, Mapping) and not _are_results(found)):
                 return found
-            return partial(function, **sized(function, reference, sizes))
+            return partial(function, **sized(function, reference, chosen))
 
         try:
-            trace = capture_script(build, **{**rates, **changes})
+            trace = capture_script(build, **{**_rates(chosen), **changes})
         except Described:
-            given = _described(loaded, reference, sizes)
-            trace = capture(**{**rates, **given, **changes})
-    sizes = {**usual, **sizes}
-    trace = with_facts(trace, **{**_rates(sizes), **trace.meta})
-    return with_facts(trace, **sizes)
+            given = _described(loaded, reference, chosen)
+            trace = capture(**{**_rates(chosen), **given, **changes})
+    known = {**usual, **chosen}
+    return with_facts(trace, **{**_rates(known), **trace.meta, **known})
 
 
 def _rates(sizes: Mapping[str, Any]) -> dict[str, int]:

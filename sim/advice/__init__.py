@@ -97,7 +97,9 @@ def advise(
         workload, batch = workload(1 if batch is None else batch), None
     fixed = isinstance(workload, Trace) or batch is not None or goal == "memory"
     if goal == "batch" and (isinstance(workload, Trace) or batch is not None):
-        raise TiersimError("goal 'batch': expected a model by name, or a function of the batch, and no batch: the search chooses it")
+        raise TiersimError(
+            "goal 'batch': expected a model by name, or a function of the batch, and no batch: the search chooses it"
+        )
     if devices < 1:
         raise TiersimError(f"devices: value {devices}: expected at least 1")
     for each in policies or ():

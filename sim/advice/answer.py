@@ -147,7 +147,7 @@ def _verdict(advice: Advice) -> list[str]:
              advice.state.text(), *([advice.devices.text()] if advice.devices else []), ""]  # fmt: skip
     if top is None:
         return [*lines, *_nothing(advice), *_end(advice)]
-    lines.append(_use(advice, top))
+    lines += [_use(advice, top), *_hurried(advice)]
     if advice.runner_up is not None:
         lines.append(_next(top, advice.runner_up, asked))
     if advice.near:
@@ -231,13 +231,25 @@ def _next(top: Row, other: Row, asked: Question) -> str:
     return f"Next: {other['policy']}{_divided(other, asked)}, {text}{': ' if parts else ''}{parts}."
 
 
+def _is_hurried(advice: Advice) -> bool:
+    """Whether more runs had no time than fit, so that the best is that of a few."""
+    return advice.best is not None and advice.skipped > sum(map(fits, advice.rows))
+
+
+def _hurried(advice: Advice) -> Iterator[str]:
+    if _is_hurried(advice):
+        fit, left = sum(map(fits, advice.rows)), f"{_runs(advice.skipped)} left out for lack of time"
+        few = "the only run that fits" if fit == 1 else f"the best of {fit} runs that fit"
+        yield f"That is {few} so far: {left}, and may be faster. Give the search more (--seconds)."
+
+
 def _decisive(advice: Advice) -> Iterator[str]:
     if not advice.figures_tried:
         return
     tried = f"{advice.figures_tried} of {advice.figures_all} tried"
     if not advice.flips:
-        halved = "No assumed figure of the profile, halved or doubled,"
-        yield f"{halved} makes the fastest of another kind faster by 1 % ({tried})."
+        halved = "no assumed figure of the profile, halved or doubled,"
+        yield f"Of what was run, {halved} makes the fastest of another kind faster by 1 % ({tried})."
         return
     paths = len({flip.path for flip in advice.flips})
     figures_ = "figure" if paths == 1 else "figures"
@@ -316,7 +328,7 @@ def _end(advice: Advice) -> Iterator[str]:
     budget, usable = advice.question.budget, advice.question.platform.home(0).capacity
     if budget is not None and budget > usable:
         yield f"the budget of {_gb(budget)} exceeds this machine: what takes more than {_gb(usable)} does not fit on it"
-    if advice.skipped:
+    if advice.skipped and not _is_hurried(advice):
         yield f"{_runs(advice.skipped)} left out for lack of time: give the search more (--seconds)"
     late = sum(row["status"] == "timed_out" for row in advice.rows)
     if late:

@@ -22,6 +22,7 @@ that cannot be faster than the best found by more than `WORTH` is left out.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,7 +143,8 @@ class Search:
         for stop_s in stops:
             self._try_all(plain, stop_s)
             near = self._near(stacked, NEAR)
-            self._try(near, {way: self._next(way, stop_s)[: None if self._best(way) else FEW] for way in near}, stop_s)
+            some = {way: self._next(way, stop_s)[: None if self._reaches(way, NEAR) else FEW] for way in near}
+            self._try(near, some, stop_s)
         left = self._near(stacked, NEAR)
         self._try(left, {way: self._next(way, None) for way in left})
         return [*self.ran.values()]
@@ -173,9 +175,24 @@ class Search:
         )
 
     def _near(self, ways: Sequence[Way], part: float) -> list[Way]:
-        """Those ways that reach this part of the best run, the best first, and then those that nothing has fitted."""
-        found = [way for way in ways if self._best(way) >= part * self.top or not self._best(way)]
+        """Those ways that reach this part of the best run, the best first, and then those that nothing has fitted.
+
+        Of a way of which not each kind of policy has been run, `FAR` is enough: where only what recomputes has been run
+        beside policies of state, how fast it is to copy is not known.
+        """
+        found = [
+            way for way in ways
+            if not self._best(way) or self._reaches(way, part if self._is_judged(way) else min(part, FAR))
+        ]  # fmt: skip
         return sorted(found, key=lambda way: (-self._best(way), -way.most))
+
+    def _reaches(self, way: Way, part: float) -> bool:
+        """Whether something of a way fits, and reaches this part of the best run."""
+        return self._best(way) >= max(part * self.top, sys.float_info.min)
+
+    def _is_judged(self, way: Way) -> bool:
+        """Whether all of `BESIDE` have been run in a way."""
+        return all(way.key(other) in self.ran for other in BESIDE if other in way.names)
 
     def _try_all(self, ways: Sequence[Way], stop_s: float | None) -> None:
         """Run all of some ways; what the first of them shows decides the order in the others."""

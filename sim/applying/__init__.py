@@ -96,7 +96,8 @@ def check_framework(name: str) -> None:
 def _torch(result: Result, meaning: Meaning, modules: tuple[Module, ...]) -> Exported:
     planned = cost_of(result.log)
     choice = nearest(meaning, modules, result.platform, planned, Allowed())
-    differences = _differences(meaning, choice, planned)
+    budget = result.platform.home(0).capacity
+    differences = (*_differences(meaning, choice, planned), *_short_of_memory(choice.cost, budget))
     about = [
         f"Activation checkpointing for {_model(meaning)}, as {label(result.policy)} planned it on "
         f"{result.platform.name}.",
@@ -109,7 +110,7 @@ def _torch(result: Result, meaning: Meaning, modules: tuple[Module, ...]) -> Exp
         *differences,
     ]
     text = torch_text(meaning.trace, choice, about)
-    return Exported("torch", text, ".py", planned, choice.cost, result.platform.home(0).capacity, differences)
+    return Exported("torch", text, ".py", planned, choice.cost, budget, differences)
 
 
 def _settings(to: str, result: Result, meaning: Meaning) -> Exported:
@@ -126,9 +127,9 @@ def _settings(to: str, result: Result, meaning: Meaning) -> Exported:
         )
     left_out = [words for words in meaning.changes if words not in found.meaning.changes]
     differences += [f"The plan also {words}; that is left out here." for words in left_out]
-    differences += _beside(found.cost, planned)
-    text = framework.text(found.setting.options)
     budget = result.platform.home(0).capacity
+    differences += [*_beside(found.cost, planned), *_short_of_memory(found.cost, budget)]
+    text = framework.text(found.setting.options)
     return Exported(to, text, framework.suffix, planned, found.cost, budget, tuple(differences), told)
 
 
@@ -179,6 +180,11 @@ def _differences(meaning: Meaning, choice: Choice, planned: Cost) -> tuple[str, 
             "gradients are the same."
         )
     return (*found, *_beside(choice.cost, planned))
+
+
+def _short_of_memory(cost: Cost, budget: int) -> list[str]:
+    """That an exported plan takes more than the run had, where it does."""
+    return [f"It does not fit: the run had {format_bytes(budget)}."] if cost.peak_bytes > budget else []
 
 
 def _updating_twice(meaning: Meaning, choice: Choice) -> int:

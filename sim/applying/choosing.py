@@ -6,11 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import groupby
 
 from sim.applying.as_pytorch import Checkpoint, Cost, Sent, cost_of, plan_of, run_of
 from sim.applying.meaning import Meaning
-from sim.applying.parts import Module, dispatched
+from sim.applying.parts import Module, counted, dispatched
 from sim.applying.sending import sent_by
 from sim.hardware.platform import Platform
 from sim.log import EventLog
@@ -57,16 +58,27 @@ class Allowed:
 
 
 def nearest(meaning: Meaning, modules: Sequence[Module], platform: Platform, planned: Cost, allowed: Allowed) -> Choice:
-    """Of checkpoints that fit, those nearest to the run in memory and time; if none fits, those of the least peak."""
-    trace = meaning.trace
+    """Of checkpoints that fit, those nearest to the run in memory and time; if none fits, those of the least peak.
+
+    None that takes more memory than no checkpoint at all. Where none of what resembles the run fits, further modules
+    are wrapped.
+    """
+    trace, budget = meaning.trace, platform.home(0).capacity
+
+    def simulated(checkpoints: tuple[Checkpoint, ...]) -> Choice:
+        sent = sent_by(meaning, modules, checkpoints) if allowed.sending else ()
+        return Choice(checkpoints, sent, run_of(trace, plan_of(trace, checkpoints, sent, platform), platform))
+
     sets = {tuple(each.key for each in found): found for found in candidates(meaning, modules, allowed)}
-    choices = []
-    for found in sets.values():
-        sent = sent_by(meaning, modules, found) if allowed.sending else ()
-        choices.append(Choice(found, sent, run_of(trace, plan_of(trace, found, sent, platform), platform)))
-    budget = platform.home(0).capacity
+    nothing = Choice((), (), run_of(trace, plan_of(trace, (), (), platform), platform))
+    tried = [simulated(found) for found in sets.values()]
+    choices = [c for c in tried if c.cost.peak_bytes <= nothing.cost.peak_bytes] or [nothing]
     fitting = [c for c in choices if c.cost.peak_bytes <= budget]
     if not fitting:
+        for found in _with_more(meaning, modules, min(choices, key=lambda c: c.cost.peak_bytes).checkpoints):
+            choices.append(simulated(found))
+            if choices[-1].cost.peak_bytes <= budget:
+                return choices[-1]
         return min(choices, key=lambda c: (c.cost.peak_bytes, c.cost.makespan_ns))
 
     def distance(choice: Choice) -> float:
@@ -86,7 +98,7 @@ def candidates(meaning: Meaning, modules: Sequence[Module], allowed: Allowed) ->
     trace = meaning.trace
     ways: list[Callable[[Module], Checkpoint | None]] = [lambda module: _whole(meaning, module)]
     if allowed.selective:
-        ways.insert(0, lambda module: _selective(meaning, module))
+        ways = [partial(_selective, meaning, kept_in=kept_in) for kept_in in (all, any)] + ways
     found = []
     for way in ways:
         separate = [each for module in modules if (each := way(module)) is not None]
@@ -96,6 +108,21 @@ def candidates(meaning: Meaning, modules: Sequence[Module], allowed: Allowed) ->
     if allowed.nested and any(len(each) > 1 for each in meaning.sweeps.values()):
         found.append(_nested(meaning, [(module, _sweeps(meaning, module)) for module in modules]))
     return found
+
+
+def _with_more(
+    meaning: Meaning, modules: Sequence[Module], checkpoints: Sequence[Checkpoint]
+) -> Iterator[tuple[Checkpoint, ...]]:
+    """The checkpoints with ever more modules wrapped as a whole, those first of which backward needs most."""
+    size = meaning.trace.tensor_columns.bytes
+    wrapped = {each.path for checkpoint in checkpoints for each in checkpoint.modules}
+    saved = [(sum(int(size[t]) for _, t in _saved(meaning.trace, each)), each) for each in modules]
+    loose = sorted((each for each in saved if each[0] and each[1].path not in wrapped), key=lambda each: -each[0])
+    more = [*checkpoints]
+    for _, module in loose:
+        more.append(Checkpoint((module,)))
+        yield tuple(more)
+    yield tuple(Checkpoint((each,)) for each in modules)
 
 
 # ---- one module ----------------------------------------------------------------------------------
@@ -112,8 +139,11 @@ def _saved(trace: Trace, module: Module) -> list[tuple[int, int]]:
     ]
 
 
-def _selective(meaning: Meaning, module: Module) -> Checkpoint | None:
-    """A checkpoint that keeps what the run kept."""
+def _selective(meaning: Meaning, module: Module, kept_in: Callable[[Iterable[bool]], bool]) -> Checkpoint | None:
+    """A checkpoint that keeps what the run kept; it does so in every call of the module alike.
+
+    kept_in: whether what the run kept in all calls, or in any, is kept.
+    """
     if not any(op in meaning.recomputed for op in module.forward):
         return None
     trace = meaning.trace
@@ -123,7 +153,11 @@ def _selective(meaning: Meaning, module: Module) -> Checkpoint | None:
     for op in module.forward:
         if op in meaning.recomputed:
             wanted |= {made[t] for t in trace.reads(op) if t in made} - meaning.recomputed.keys()
-    return Checkpoint((module,), frozenset(op for op in wanted if _may_keep(trace, op)))
+    calls = [dict(zip(counted(trace, call.forward), call.forward, strict=True)) for call in module.calls]
+    kept = {key for call in calls for key in call if kept_in(each[key] in wanted for each in calls if key in each)}
+    return Checkpoint(
+        (module,), frozenset(op for call in calls for key, op in call.items() if key in kept and _may_keep(trace, op))
+    )
 
 
 def _may_keep(trace: Trace, op: int) -> bool:

@@ -94,6 +94,12 @@ def _paths(trace: Trace, numbers: Sequence[int], layers: str | None) -> list[str
     return [LISTS[family].replace("*", str(k)) for k in numbers]
 
 
+def calls_of(modules: Sequence[Module]) -> list[tuple[int, ...]]:
+    """Per call of modules that run one after the other its forward ops."""
+    calls = zip(*(module.calls for module in modules), strict=True)
+    return [tuple(op for part in call for op in part.forward) for call in calls]
+
+
 # ---- what PyTorch calls an op --------------------------------------------------------------------
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from sim.applying.as_pytorch import Checkpoint, Sent
 from sim.applying.meaning import Meaning
-from sim.applying.parts import Module, dispatched
+from sim.applying.parts import Module, calls_of, counted, dispatched
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.phases import BACKWARD, FORWARD
 
@@ -52,6 +52,11 @@ def sent_by(meaning: Meaning, modules: Sequence[Module], checkpoints: Sequence[C
         elif home in everything or dispatched(trace, producer):
             results[home].add(t)
             hooked |= savers | {home}
+    for g, group in enumerate(groups):
+        own = [t for t in _in_every_call(trace, group, results[g]) if _savers(trace, groups, t)]
+        results[g].update(own)
+        first = (t for call in calls_of(group.modules) for t in _largest_entering(trace, call)) if inputs[g] else ()
+        inputs[g].update(t for t in first if _savers(trace, groups, t))
     return tuple(
         Sent(group.modules, frozenset(results[g]), frozenset(inputs[g]), g in everything)
         for g, group in enumerate(groups)
@@ -114,12 +119,24 @@ def _sends_all(meaning: Meaning, group: _Group) -> bool:
 
 
 def _first_input(trace: Trace, group: _Group, tensor: int) -> bool:
-    """Whether a tensor is the largest activation that enters a group: what a layer is called with first."""
-    size, role = trace.tensor_columns.bytes, trace.tensor_columns.role
-    entering = {
-        t
-        for op in group.forward
-        for t in trace.reads(op)
-        if int(trace.producer[t]) not in group.forward and role[t] not in PERSISTENT
-    }
-    return tensor in entering and all(size[tensor] >= size[t] for t in entering)
+    """Whether a tensor is the largest activation that enters a call of a group: what a layer is called with first."""
+    return any(tensor in _largest_entering(trace, call) for call in calls_of(group.modules))
+
+
+def _largest_entering(trace: Trace, call: Sequence[int]) -> list[int]:
+    """The largest activations that enter the ops of a call."""
+    size, role, inside = trace.tensor_columns.bytes, trace.tensor_columns.role, set(call)
+    read = {t for op in call for t in trace.reads(op)}
+    entering = [t for t in read if int(trace.producer[t]) not in inside and role[t] not in PERSISTENT]
+    most = max((int(size[t]) for t in entering), default=0)
+    return [t for t in entering if size[t] == most]
+
+
+def _in_every_call(trace: Trace, group: _Group, results: Collection[int]) -> list[int]:
+    """Results that stand where these do in the other calls of a group: hooks tell results apart, not calls."""
+    places: dict[int, tuple[str, int, int]] = {}
+    for call in calls_of(group.modules):
+        for op, (name, position) in zip(call, counted(trace, call), strict=True):
+            places |= {t: (name, position, k) for k, t in enumerate(trace.writes(op))} if name else {}
+    wanted = {places[t] for t in results if t in places}
+    return [t for t, place in places.items() if place in wanted]

@@ -9,7 +9,7 @@ from typing import Any
 
 from sim.applying.as_pytorch import Checkpoint, Sent
 from sim.applying.choosing import Choice
-from sim.applying.parts import counted
+from sim.applying.parts import calls_of, counted
 from sim.trace.graph import Trace
 
 MARK = "PLAN: Sequence[Mapping[str, Any]] = ()\n"
@@ -36,8 +36,7 @@ def entries_of(trace: Trace, checkpoints: Sequence[Checkpoint], sent: Sequence[S
 def sent_by_name(trace: Trace, sent: Sent) -> dict[str, tuple[int, list[tuple[int, int]]]]:
     """Per name of an op how many of it a call runs, and of those sent the positions and which of their results."""
     found: dict[str, set[tuple[int, int]]] = {}
-    calls = list(zip(*(module.calls for module in sent.modules), strict=True))
-    runs = [[op for part in call for op in part.forward] for call in calls]
+    runs = calls_of(sent.modules)
     for ops in runs:
         for op, (name, position) in zip(ops, counted(trace, ops), strict=True):
             for k, t in enumerate(trace.writes(op)):

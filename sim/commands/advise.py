@@ -137,14 +137,18 @@ def largest_batch(ctx: typer.Context, **options: Any) -> None:
     made: dict[int, Any] = {}
 
     def make(batch: int) -> Any:
-        return made.setdefault(
-            batch, workload({**options, "ctx": ctx, "trace": None, "batch": batch, "chosen": ["batch"]})
-        )
+        if batch not in made:
+            made[batch] = workload({**options, "ctx": ctx, "trace": None, "batch": batch, "chosen": ["batch"]})
+        return made[batch]
 
     how = {"budget": budget_of(options["budget"], make(1), platform), "seed": options["seed"], **given}
 
     def found(policy: str) -> Found:
-        batch = search(make, platform, policy, **how)
+        def tried(batch: int) -> Any:
+            say(f"… {policy} at batch {batch}")
+            return make(batch)
+
+        batch = search(tried, platform, policy, **how)
         result = simulate(make(batch), platform, policy, **how) if batch else None
         return Found({"policy": policy, "batch": batch}, result, f"batch {batch}")
 
@@ -254,6 +258,8 @@ def _answer(options: Mapping[str, Any], search: Callable[[str], Found], order: C
         try:
             with calling(name):
                 ran.append(search(name))
+            if len(names) > 1:
+                say(ran[-1].line)
         except (PolicyError, PolicyFailed) as error:
             if len(names) == 1:
                 raise

@@ -32,7 +32,10 @@ LAYERS = Option(
 NEAREST = Option(
     "nearest",
     Annotated[
-        bool, typer.Option("--nearest", help="write the nearest also where the framework has no switch for this")
+        bool,
+        typer.Option(
+            "--nearest", help="write the nearest also where the framework has no switch for this, or it does not fit"
+        ),
     ],
     False,
 )
@@ -57,7 +60,7 @@ def export(
     check_framework(options["to"])
     exported = written_for(repeated_run(Path(run), options["trust"]).result, options["to"], layers=options["layers"])
     out, lines = options["out"], summary_lines(exported)
-    if not exported.told and not options["nearest"]:
+    if not (exported.told and exported.fits) and not options["nearest"]:
         _refuse(exported, lines, options["json"])
     if out:
         exported.write(out)
@@ -92,5 +95,4 @@ def summary_lines(exported: Exported) -> Sequence[str]:
     rows = [("", "peak", "time")]
     for name, cost in (("the run", exported.planned), (f"in {exported.to}", exported.cost)):
         rows.append((name, format_bytes(cost.peak_bytes), format_time(cost.makespan_ns)))
-    fits = [] if exported.fits else [f"Does not fit: the device has {format_bytes(exported.budget)}."]
-    return [aligned(rows), *exported.differences, *fits]
+    return [aligned(rows), *exported.differences]

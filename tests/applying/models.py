@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from types import ModuleType
 
@@ -78,6 +79,24 @@ class Shared(nn.Module):
         return self.last(x).square().mean()
 
 
+class Siamese(nn.Module):
+    """The same layers, called for each of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        block = (nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32), nn.LayerNorm(32))
+        self.layers = nn.ModuleList(nn.Sequential(*copy.deepcopy(block)) for _ in range(3))
+
+    def forward(self, x):
+        a, b = (self.encoded(y) for y in (x, x.flip(0)))
+        return (a * b).sum(-1).square().mean()
+
+    def encoded(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
 class Recurrent(nn.Module):
     """Cells that are called at each time step in turn."""
 
@@ -124,6 +143,7 @@ MODELS = {
     "mlp": (lambda: Stack(nn.Linear(8, 32), [mlp() for _ in range(4)], nn.Linear(32, 8)), (400, 8)),
     "deep mlp": (lambda: Stack(nn.Linear(8, 32), [mlp() for _ in range(9)], nn.Linear(32, 8)), (400, 8)),
     "shared": (Shared, (2, 12, 8)),
+    "siamese": (Siamese, (16, 32)),
     "recurrent": (Recurrent, (8, 5, 16)),
     **{f"{name} net": NETS[name] for name in ("experts", "attention", "residual", "dense", "gated")},
 }

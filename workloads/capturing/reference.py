@@ -103,11 +103,9 @@ def sized(function: Callable[..., Any], reference: str, sizes: Mapping[str, Any]
 def defaults(function: Callable[..., Any]) -> dict[str, int]:
     """The sizes that a function has where nobody gives it others: whole numbers, by the names of `ALSO`."""
     parameters = signature(function).parameters
-    found = {}
-    for size, others in ALSO.items():
-        values = (parameters[name].default for name in (size, *others) if name in parameters)
-        found |= {size: value for value in values if type(value) is int and value > 0}
-    return found
+    size_of = {name: size for size, others in ALSO.items() for name in (size, *others)}
+    own = {size_of[name]: each.default for name, each in parameters.items() if name in size_of}
+    return {size: value for size, value in own.items() if type(value) is int and value > 0}
 
 
 @contextmanager
