@@ -56,8 +56,8 @@ def smallest_budget(
 ) -> int | None:
     """The smallest budget in bytes found to fit, by bisection; None if none fits.
 
-    The search starts between the least that any op, or the state that the policy leaves in place, needs and what
-    keeping everything needs, or what the policy uses with unlimited memory where that is more (fast implementations
+    The search starts between the least that any op that the policy cannot change, or the state that it leaves in place,
+    needs and what keeping everything needs, or what the policy uses with unlimited memory where that is more (fast implementations
     with large workspaces). A plan that ignores the budget is made once and replayed. A policy that is not monotone may
     fit an even smaller budget, see the module's text.
 
@@ -75,9 +75,11 @@ def smallest_budget(
     chosen = load(policy, **options)
     everything = reference_run(trace, platform)
     homes = [platform.home(device).name for device in range(trace.devices)]
-    least = max(bounds(everything, home).memory_bytes for home in homes)
-    least = max([least, *(left_in_place(chosen, each) for each in state_in(everything) if each.tier in homes)])
-    plan = fixed_plan(trace, platform, chosen, ran or platform.with_budget(least), **replay)
+    largest = max(bounds(everything, home).memory_bytes for home in homes)
+    state = [left_in_place(chosen, each) for each in state_in(everything) if each.tier in homes]
+    plan = fixed_plan(trace, platform, chosen, ran or platform.with_budget(max([largest, *state])), **replay)
+    # a policy that rewrites the trace may divide the op that needs most, or run it elsewhere
+    least = max([1 if chosen.rewrites else largest, *state])
     if plan is not None:
         limit = replay.get("recompute_limit", RECOMPUTE_LIMIT)
         try:

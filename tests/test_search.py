@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+
+from sim.experiment import simulate
+from sim.hardware.profile import load_profile
 from sim.plan import Move, Plan
 from sim.policies.base import Policy
 from sim.search import fits, largest_batch, smallest_budget
 from sim.trace import Trace, TraceBuilder
 from tests.engine.test_timeline import machine
+from workloads import transformer
 
 
 def step(scratch: int) -> Trace:
@@ -78,3 +83,15 @@ def test_no_batch_above_the_limit_is_tried():
     for limit in range(6):
         assert largest_batch(make, machine(hbm=1000), limit=limit) == limit
         assert max(tried, default=0) <= limit
+
+
+@pytest.mark.parametrize("policy", ["stronghold + full_recompute", "zero_offload + full_recompute", "modnn"])
+def test_what_a_policy_divides_or_runs_elsewhere_is_no_least_that_it_needs(policy):
+    """The update of the embedding, which reads four times its bytes, is the largest op; these run it on the CPU."""
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 20_000, "n_positions": 64}
+    trace = transformer(config, batch=2, sequence=16, precision="fp32")
+    platform = load_profile("a100_40_pcie")
+    found = smallest_budget(trace, platform, policy)
+    peak = simulate(trace, platform, policy, budget=found).summary()["peak_bytes"]
+    assert peak <= found < peak * 1.02
+    assert not fits(trace, platform, policy, budget=int(found * 0.98))
