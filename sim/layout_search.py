@@ -314,12 +314,16 @@ def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] 
         by_tokens = tp > 1 and isinstance(sequence, int) and sequence % (tp * cp) == 0
         for pp in _divisors(devices // (tp * cp)):
             dp = devices // (tp * cp * pp)
+            if "generate" in trace.meta and devices > tp:
+                continue  # nothing is trained
             if (pp > 1 and layers < pp) or samples % dp:
                 continue
             zeros = ((0, 1, 2, 3) if pp == 1 else (0, 1)) if dp * cp > 1 else (0,)
             among = _among_experts(trace, dp)
             orders = schedules if pp > 1 else ("1f1b",)
             for n, schedule, zero, ep in product(_divisors(samples // dp), orders, zeros, among):
+                if n > 1 and "generate" in trace.meta:
+                    continue
                 if n > 1 and pp > 1 and n < pp and n != samples // dp:
                     continue  # stages that never work all at once
                 if n == 1 and schedule not in ("1f1b", schedules[0]):

@@ -144,7 +144,7 @@ def _verdict(advice: Advice) -> list[str]:
     """The lines of the answer."""
     asked, top = advice.question, advice.best
     lines = [f"{_workload(advice)} on {asked.profile}, {format_bytes(advice.state.capacity)} of {advice.state.tier}",
-             advice.state.text(), *([advice.devices.text()] if advice.devices else []), ""]  # fmt: skip
+             _state(advice), *([advice.devices.text()] if advice.devices else []), ""]  # fmt: skip
     if top is None:
         return [*lines, *_nothing(advice), *_end(advice)]
     lines += [_use(advice, top), *_hurried(advice)]
@@ -159,8 +159,16 @@ def _verdict(advice: Advice) -> list[str]:
     return lines
 
 
+def _state(advice: Advice) -> str:
+    """Of several combinations of which none was chosen, the one with the least."""
+    several = advice.best is None and advice.question.open
+    return advice.state.text().replace("state:", "state, where it is least:", 1) if several else advice.state.text()
+
+
 def _workload(advice: Advice) -> str:
     axes = dict(advice.question.workload)
+    if advice.best is None:
+        axes |= {name: " or ".join(values) for name, values in advice.question.open.items()}
     name = axes.pop("model", None)
     if axes.pop("trace", None) is not None or advice.question.steps:  # a file of the search's own
         meta = advice.question.trace.meta
@@ -232,8 +240,10 @@ def _next(top: Row, other: Row, asked: Question) -> str:
 
 
 def _is_hurried(advice: Advice) -> bool:
-    """Whether more runs had no time than fit, so that the best is that of a few."""
-    return advice.best is not None and advice.skipped > sum(map(fits, advice.rows))
+    """Whether more runs had no time than fit, and the best of those that did is slower than with unlimited memory."""
+    if advice.best is None or above(advice.best, advice.ceiling) < 0.0005:
+        return False
+    return advice.skipped > sum(map(fits, advice.rows))
 
 
 def _hurried(advice: Advice) -> Iterator[str]:
@@ -280,7 +290,9 @@ def _choices(advice: Advice) -> Iterator[str]:
 
 def _front(advice: Advice) -> Iterator[str]:
     front = advice.front
-    yield f"Of {len(advice.at_best)} runs that fit, no other has both less time and a lower peak than these:"
+    fit = len(advice.at_best)
+    few = "The only run that fits:" if fit == 1 else ""
+    yield few or f"Of {fit} runs that fit, no other has both less time and a lower peak than these:"
     for row in front[-SHOWN:]:
         name = f"{row['policy']}{_divided(row, advice.question)}"
         yield f"  {_gb(row['peak_bytes']):>9}  {_ms(row['makespan_ns']):>8}  {name}"
