@@ -341,11 +341,18 @@ def workload(options: dict[str, Any]) -> Any:
 
 def _given(options: dict[str, Any]) -> list[str]:
     """The axes of a model that were given on the command line, or that the command chose, and not as in the default."""
-    chosen = set(options.get("chosen", ()))
-    if "ctx" in options:
+    if "ctx" not in options:  # a saved run, which has those alone
+        chosen = {axis.name for axis in AXES if options.get(axis.name) is not None}
+    else:
         sources = {axis.name: options["ctx"].get_parameter_source(axis.name) for axis in AXES}
-        chosen |= {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+        chosen = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+        chosen |= set(options.get("chosen", ()))
     return [a.name for a in AXES if a.name in chosen and (a in (BATCH, SEQ) or options[a.name] != a.default)]
+
+
+def _not_given(options: dict[str, Any]) -> set[str]:
+    """The axes of which a function has its own."""
+    return {axis.name for axis in AXES} - set(_given(options))
 
 
 def _refuse_axes(ctx: typer.Context, but: Collection[str]) -> None:
@@ -483,6 +490,7 @@ def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iter
     policies: the names of those that ran.
     """
     from sim.foreign import sums_of
+    from workloads.steps import is_reference
 
     beside = (
         "ctx",
@@ -493,6 +501,7 @@ def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iter
         "time_limit",
         "most_actions",
         *(MADE_OF if options["trace"] else ()),
+        *(_not_given(options) if options["model"] and is_reference(options["model"]) else ()),
     )
     said = {k: value for k, value in options.items() if value is not None and k not in beside}
     asked = {k: value for k, value in said.items() if value is not False or k in NEGATED}

@@ -27,6 +27,7 @@ def read_saved(path: Path, *needed: str) -> dict[str, Any]:
     from sim.errors import TiersimError
     from sim.foreign import parse_json, part_of
     from sim.regular_files import read_file
+    from workloads.steps import is_reference
 
     try:
         found = parse_json(read_file(part_of(path.parent, path.name)))
@@ -45,7 +46,9 @@ def read_saved(path: Path, *needed: str) -> dict[str, Any]:
         words = value if kind is list and isinstance(value, list) else []
         if not (value is None or type(value) is kind) or not all(isinstance(word, str) for word in words):
             raise TiersimError(f"{path}: asked.{key}: expected {kind.__name__}, not {value!r}")
-    for key in () if asked.get("trace") else ("model", "batch", "seq"):
+    for key in (
+        () if asked.get("trace") else ("model",) if is_reference(asked.get("model")) else ("model", "batch", "seq")
+    ):
         if asked.get(key) is None:
             raise TiersimError(f"{path}: asked.{key}: is missing, and no trace is named")
     return found
