@@ -19,6 +19,7 @@ of its communication would be faster than the best so far, at most `most` of the
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,11 @@ POLICIES = ("keep_all", "selective_recompute", "full_recompute")
 MOST = 12
 NEARLY = 0.005
 """Times that differ by less than this fraction count as equal where only the fastest is asked for."""
+SAVED = 1.1
+"""By what a policy may save more in one layout than in another."""
+ALIKE = 0.05
+"""Estimates of times are no nearer than this to each other: of those the one of fewest microbatches, whose trace is the
+smallest, is simulated first where time is short."""
 SEARCHED = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
 """Schedules that a search tries: those whose iterations compute the same, without the one that never overlaps."""
 BUCKETS = (0, DDP, 100 << 20)
@@ -152,8 +158,8 @@ def search_layouts(
     seconds: wall-clock time after which no further layout is simulated; None for no limit.
     overrides, kernels: as for `lay_out`.
     fastest: whether only the fastest is asked for: then no policy is run in a layout that with everything kept in
-        unlimited memory takes longer than the fastest so far, and none where another is about as fast as that; nor are
-        variants tried.
+        unlimited memory takes longer than the fastest so far, and none where another is about as fast as that, but for
+        policies that save work itself; nor are variants tried.
     on_row: called with each row as it is found.
 
     Raises LayoutError where no layout has so many devices, a schedule is not one of `SEARCHED`, or `most` is below 1.
@@ -179,7 +185,10 @@ def search_layouts(
     estimates: dict[Layout, Estimate] = {}
     if devices > 1:
         estimates = {layout: estimator.of(layout) for layout in fit}
-        fit.sort(key=lambda layout: estimates[layout].rank(capacity))
+        if seconds is None:
+            fit.sort(key=lambda layout: estimates[layout].rank(capacity))
+        else:
+            fit.sort(key=lambda layout: _soon(layout, *estimates[layout].rank(capacity)))
         fit[most:] = sorted(fit[most:], key=lambda layout: estimates[layout].spare(capacity))
     rows: list[Found] = []
     kept: dict[Layout, tuple[int, int]] = {}
@@ -203,8 +212,10 @@ def search_layouts(
             least = kept[layout][0]
         for policy in policies:
             times = [row.makespan_ns for row in rows if row.makespan_ns is not None]
-            if is_late() or (fastest and times and min(times) * (1 - NEARLY) <= least):
+            if is_late():
                 break
+            if fastest and times and min(times) * (1 - NEARLY) * _saving(policy, rows, kept) <= least:
+                continue
             rows.append(_row(layout, policy, divided, platform, budget))
             on_row(rows[-1])
     if not fastest:
@@ -220,6 +231,23 @@ def search_layouts(
                 rows.append(_row(layout, policy, divided, platform, budget))
                 on_row(rows[-1])
     return LayoutSearch(tuple(rows), len(candidates) - len(fit), len(fit) - tried, kept)
+
+
+def _soon(layout: Layout, group: int, time_ns: float) -> tuple[int, int, int, float]:
+    """What layouts are ordered by where time is short; see `ALIKE`."""
+    return group, round(math.log(max(1.0, time_ns)) / ALIKE), layout.micro_batches, time_ns
+
+
+def _saving(policy: str, rows: Sequence[Found], kept: Mapping[Layout, tuple[int, int]]) -> float:
+    """How many times as fast as everything kept a policy may be: 1, but for those that save work itself.
+
+    These are run in any layout as long as they have fitted none, and then taken to save no more than a little above the
+    most that they have saved in one.
+    """
+    if not load(policy).saves:
+        return 1.0
+    found = [kept[row.layout][0] / row.makespan_ns for row in rows if row.policy == policy and row.makespan_ns]
+    return max(1.0, SAVED * max(found)) if found else float("inf")
 
 
 def _in_turn(

@@ -826,6 +826,14 @@ def test_a_batch_that_a_function_refuses_is_named(config):
         advise(lambda batch: transformer(config, batch=batch, **AXES), "a100_40_pcie", sequence=64)
 
 
+@pytest.mark.parametrize("goal", ["throughput", "batch", "memory"])
+def test_a_search_without_any_time_does_not_say_that_nothing_fits(config, goal):
+    given = advise(config, "h100", goal=goal, seconds=1e-9, **AXES)
+    assert given.best is None
+    assert "No run ended" in given.text()
+    assert "Nothing fits" not in given.text()
+
+
 def test_an_answer_from_few_of_the_runs_says_so_below_the_choice(config):
     given = advise(config, "a100_40_pcie", batch=4, budget="6 MB", policies=FEW, seconds=60, **AXES)
     assert given.best is not None

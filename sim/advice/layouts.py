@@ -13,8 +13,8 @@ from sim.layout_search import POLICIES as USUAL
 from sim.layout_search import LayoutSearch, search_layouts
 from sim.units import format_percent
 
-POLICIES = (*USUAL, "swap_all", "zero_offload + full_recompute")
-"""What is run in each layout: policies that plan at once, one of each kind."""
+POLICIES = (*USUAL, "swap_all", "zero_offload + full_recompute", "tso")
+"""What is run in each layout: policies that plan at once, one of each kind; the last one launches from a recording."""
 OTHERS = 6
 """How many layouts beside the best are left to the search of policies, at most."""
 PART = 0.1
