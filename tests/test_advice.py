@@ -860,6 +860,19 @@ def test_a_way_is_judged_by_what_copies_beside_it_as_well_as_by_what_recomputes(
     assert search._near([way], 0.7) == [way]
 
 
+def test_what_is_simpler_and_as_fast_within_the_models_error_is_named(config):
+    given = advise(config, "a100_40_pcie", batch=4, budget="6 MB", policies=FEW, seconds=60, **AXES)
+    top = given.best
+    rows = [{**top, "policy": name, "makespan_ns": int(top["makespan_ns"] * slower),
+             "samples_per_s": top["samples_per_s"] / slower}
+            for name, slower in (("stronghold + swap_all", 1.0), ("superoffload", 1.01), ("dtr", 1.03),
+                                 ("hybrid", 1.02), ("rotor", 1.2))]  # fmt: skip
+    text = replace(given, best=rows[0], rows=tuple(rows)).text()
+    assert "Simpler: hybrid, 2 % slower, within the model's own error of 4.3 %." in text
+    assert "Simpler" not in replace(given, best=rows[3], rows=tuple(rows)).text()
+    assert repr(given) == given.text().rstrip()
+
+
 def test_rates_have_no_exponents():
     row = {"makespan_ns": 10**9, "peak_bytes": 10**9, "samples_per_s": 2.0}
     assert "79,782 tokens/s" in figures({**row, "tokens_per_s": 79_782.3})

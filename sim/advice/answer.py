@@ -14,6 +14,7 @@ from sim.advice.state import State
 from sim.advice.trials import SHARE, Row, best, effort, fits, micro_batches, speed
 from sim.analysis.pareto import pareto
 from sim.policies import load
+from sim.report.error_bars import policies_error
 from sim.report.verdict import difference, does
 from sim.units import format_bytes, format_percent, format_time
 
@@ -135,6 +136,9 @@ class Advice:
             "verdict": self.text().splitlines(),
         }  # fmt: skip
 
+    def __repr__(self) -> str:
+        return self.text().rstrip("\n")
+
     def text(self) -> str:
         """The answer in words."""
         return "\n".join(_verdict(self)) + "\n"
@@ -150,6 +154,7 @@ def _verdict(advice: Advice) -> list[str]:
     lines += [_use(advice, top), *_hurried(advice)]
     if advice.runner_up is not None:
         lines.append(_next(top, advice.runner_up, asked))
+    lines += _simpler(advice, top)
     if advice.near:
         lines.append(f"{advice.near[0].upper()}{advice.near[1:]}.")
     if (other := advice.also) is not None:
@@ -237,6 +242,23 @@ def _next(top: Row, other: Row, asked: Question) -> str:
     more = [f"peak {_gb(abs(peak))} {'higher' if peak > 0 else 'lower'}"] if peak else []
     parts = ", ".join([*difference(top, other), *more])
     return f"Next: {other['policy']}{_divided(other, asked)}, {text}{': ' if parts else ''}{parts}."
+
+
+def _simpler(advice: Advice, top: Row) -> Iterator[str]:
+    """What is simpler than the choice and slower by less than the model's own error, of which only the fastest."""
+    error = policies_error()
+    near = [row for row in advice.at_best if speed(row) * (1 + error) >= speed(top) and moves(row) < moves(top)]
+    if near:
+        least = min(map(moves, near))
+        other = max((row for row in near if moves(row) == least), key=speed)
+        slower = f"{format_percent(speed(top) / speed(other) - 1)} slower, within the model's own error of"
+        yield f"Simpler: {other['policy']}{_divided(other, advice.question)}, {slower} {format_percent(error)}."
+
+
+def moves(row: Row) -> tuple[int, int]:
+    """How much a run's policies take upon them: kinds of state beside activations, and policies."""
+    state = {"weights", "gradients", "optimizer_state"}
+    return len(state & set(load(str(row["policy"])).manages)), effort(row)[0]
 
 
 def _is_hurried(advice: Advice) -> bool:

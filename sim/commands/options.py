@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from fractions import Fraction
 from typing import Annotated, Any
 
 import typer
@@ -18,11 +16,11 @@ def _readable(budget: str | None) -> str | None:
     if budget is None:
         return None
     from sim.errors import UnitError
-    from sim.units import parse_bytes
+    from sim.units import parse_bytes, parse_share
 
     hint = ""
     try:
-        if (_share(budget) or parse_bytes(budget)) > 0:
+        if (parse_share(budget) or parse_bytes(budget)) > 0:
             return budget
     except UnitError as error:
         _, found, rest = str(error).partition(" (did you mean ")
@@ -365,24 +363,10 @@ def _refuse_axes(ctx: typer.Context, but: Collection[str]) -> None:
 
 
 def budget_of(budget: str | None, trace: Any, platform: Any) -> int | None:
-    """The bytes of a budget; a part such as "80%" is one of the unconstrained peak, as in sweeps."""
-    if budget is None:
-        return None
-    from sim.units import parse_bytes
+    """The bytes of a budget, None where none is given."""
+    from sim.experiment import budget_of as bytes_of
 
-    share = _share(budget)
-    if share is None:
-        return parse_bytes(budget)
-    from sim.analysis.peak_memory import home_peak
-    from sim.experiment import reference_run
-
-    return int(share * home_peak(reference_run(trace, platform)))
-
-
-def _share(budget: str) -> Fraction | None:
-    """The fraction that a text such as "80%" names, None for any other text."""
-    found = re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,6})?)\s*%\s*", budget, re.ASCII)
-    return Fraction(found[1]) / 100 if found else None
+    return None if budget is None else bytes_of(budget, trace, platform)
 
 
 def platform_of(profile: str, changes: list[str] | None) -> Any:
