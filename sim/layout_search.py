@@ -47,6 +47,7 @@ POLICIES = ("keep_all", "selective_recompute", "full_recompute")
 MOST = 12
 NEARLY = 0.005
 """Times that differ by less than this fraction count as equal where only the fastest is asked for."""
+MOST_DOUBLINGS = 8
 SAVED = 1.1
 """By what a policy may save more in one layout than in another."""
 ALIKE = 0.05
@@ -181,7 +182,11 @@ def search_layouts(
         )
     capacity = node.home(0).capacity if budget is None else _bytes(budget)
     manages = {word for policy in policies for word in load(policy).manages}
-    fit = [each for each in candidates if least_state(trace, each, manages) <= capacity]
+    fit = [
+        each
+        for each in candidates
+        if least_state(trace, each, manages) <= capacity and _is_held(trace, each, node, budget)
+    ]
     estimates: dict[Layout, Estimate] = {}
     if devices > 1:
         estimates = {layout: estimator.of(layout) for layout in fit}
@@ -410,6 +415,30 @@ def _among_experts(trace: Trace, replicas: int) -> list[int]:
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _is_held(trace: Trace, layout: Layout, node: Platform, budget: int | str | None) -> bool:
+    """Whether weights and optimizer state of a node's devices are no more than all of its memories together hold."""
+    devices = min(layout.devices, node.devices)
+    limited = node if budget is None else node.with_budget(_bytes(budget))
+    every = sum(tier.capacity for tier in limited.tiers if tier.device < devices)  # -1: shared
+    return least_state(trace, layout) * devices <= every
+
+
+def nearest_number(trace: Trace, profile: str | os.PathLike[str], devices: int, **machine: Any) -> int | None:
+    """The least doubling of a number of devices over which some layout holds the training state; None for none found.
+
+    machine: `budget` and `overrides` of `search_layouts`.
+    """
+    node, overrides = load_profile(profile, overrides=machine.get("overrides")), machine.get("overrides") or {}
+    per_node = _per_node(node, devices)
+    if node.devices < per_node:
+        node = load_profile(profile, overrides={**overrides, "devices": str(per_node)})
+    for number in (devices << k for k in range(1, MOST_DOUBLINGS)):
+        held = (_is_held(trace, each, node, machine.get("budget")) for each in layouts(trace, number, per_node))
+        if any(held):
+            return number
+    return None
 
 
 def least_state(trace: Trace, layout: Layout, manages: Collection[str] = ()) -> int:

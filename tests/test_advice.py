@@ -873,6 +873,17 @@ def test_what_is_simpler_and_as_fast_within_the_models_error_is_named(config):
     assert repr(given) == given.text().rstrip()
 
 
+def test_state_that_no_layout_holds_names_the_number_of_devices_that_do(config):
+    """Of two, four, … devices of 0.5 MB each beside a host of 0.3 MB."""
+    figures = {"tiers.host.capacity": "300 kB", "tiers.host_pageable.capacity": "1 kB", "tiers.nvme.capacity": "1 kB"}
+    how = {"batch": 16, "budget": "500 kB", "figures": figures, "precision": "fp32", "sequence": 64}
+    state = sum(t.bytes for t in trace_of(config, precision="fp32").tensors
+                if t.role in ("weight", "optimizer_state") and t.replaces is None)  # fmt: skip
+    assert 1.3e6 < state < 2.3e6
+    with pytest.raises(TiersimError, match=r"no layout of 2 holds weights and optimizer state in .*; nearest: 4$"):
+        advise(config, "a100_80_sxm", devices=2, seconds=20, **how)
+
+
 def test_rates_have_no_exponents():
     row = {"makespan_ns": 10**9, "peak_bytes": 10**9, "samples_per_s": 2.0}
     assert "79,782 tokens/s" in figures({**row, "tokens_per_s": 79_782.3})
