@@ -19,6 +19,8 @@ from sim.errors import PolicyError, near
 from sim.experiment import Result
 from sim.policies import label
 from sim.solvers.regions import Region
+from sim.trace.graph import Trace
+from sim.trace.op import COMMUNICATION, KINDS
 from sim.units import format_bytes, format_time
 
 __all__ = ["TARGETS", "Cost", "Exported", "check_framework", "export"]
@@ -97,7 +99,11 @@ def _torch(result: Result, meaning: Meaning, modules: tuple[Module, ...]) -> Exp
     planned = cost_of(result.log)
     choice = nearest(meaning, modules, result.platform, planned, Allowed())
     budget = result.platform.home(0).capacity
-    differences = (*_differences(meaning, choice, planned), *_short_of_memory(choice.cost, budget))
+    differences = (
+        *_over_devices(result.trace),
+        *_differences(meaning, choice, planned),
+        *_short_of_memory(choice.cost, budget),
+    )
     about = [
         f"Activation checkpointing for {_model(meaning)}, as {label(result.policy)} planned it on "
         f"{result.platform.name}.",
@@ -117,7 +123,7 @@ def _settings(to: str, result: Result, meaning: Meaning) -> Exported:
     framework, planned = FRAMEWORKS[to], cost_of(result.log)
     found = nearest_setting(result, meaning, framework)
     told = found.disagreement <= TOLD
-    differences = [found.setting.note] if found.setting.note else []
+    differences = [*_over_devices(meaning.trace), *([found.setting.note] if found.setting.note else [])]
     if told and not found.setting.options:
         differences.append(f"No setting is needed: it is what {to} does by itself.")
     if not told:
@@ -180,6 +186,21 @@ def _differences(meaning: Meaning, choice: Choice, planned: Cost) -> tuple[str, 
             "gradients are the same."
         )
     return (*found, *_beside(choice.cost, planned))
+
+
+DIVIDED = {"tensor_ranks": "tensor parallelism over {}", "context_ranks": "context parallelism over {}",
+           "stages": "{} stages", "zero": "ZeRO {}"}  # fmt: skip
+"""What the metadata of a trace that is divided over devices says of that, in words."""
+
+
+def _over_devices(trace: Trace) -> list[str]:
+    """That a run is one of several devices, where it exchanges something: no option here divides anything."""
+    kinds = {KINDS[kind] for kind in set(trace.op_columns.kind.tolist())}
+    if trace.devices == 1 and not kinds & set(COMMUNICATION):
+        return []
+    said = [text.format(n) for key, text in DIVIDED.items() if (n := int(trace.meta.get(key) or 0)) > (key != "zero")]
+    where = f" ({', '.join(said)})" if said else ""
+    return [f"The run is one over several devices{where}, which nothing written here divides: set that up, too."]
 
 
 def _short_of_memory(cost: Cost, budget: int) -> list[str]:

@@ -164,3 +164,20 @@ def test_a_setting_has_what_its_framework_asserts_beside_it():
         for options in (setting.options for setting in FRAMEWORKS[name].settings(4)):
             assert "--use-precision-aware-optimizer" in options or "--optimizer-cpu-offload" not in options
             assert "--use-distributed-optimizer" in options or "--use-precision-aware-optimizer" not in options
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"dp": 2}, "several devices,"),
+        ({"tp": 2, "dp": 2, "zero": 3}, "(tensor parallelism over 2, ZeRO 3),"),
+        ({}, ""),
+    ],
+)
+def test_that_the_run_is_divided_over_devices_is_no_option_and_is_said(layout, said):
+    trace = transformer("gpt2", batch=4, sequence=16, precision="amp_bf16")
+    result = simulate(trace, "a100_80_sxm", "full_recompute", **({"parallel": layout} if layout else {}))
+    for to in ("megatron", "deepspeed", "torch"):
+        lines = [line for line in export(result, to).differences if "over several devices" in line]
+        assert len(lines) == bool(layout)
+        assert all(said in line for line in lines)
