@@ -84,8 +84,8 @@ CHOSEN: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "GPT-2": (40, DRAWN),
     "GPT-2 medium": (40, DRAWN),
     "BERT-large": (40, DRAWN),
-    "GPT-2 XL": (15, ("g10", "zero_offload + full_recompute", "zero_offload + swap_all")),
-    "Llama 1B": (15, ("g10", "zero_offload + full_recompute", "zero_offload + swap_all")),
+    "GPT-2 XL": (15, ("g10", "stronghold + full_recompute", "stronghold + swap_all")),
+    "Llama 1B": (15, ("g10", "stronghold + full_recompute", "stronghold + swap_all")),
 }
 """Jobs of which it is drawn at random what is the fastest: how often, and of which policies."""
 ELSEWHERE, ELSEWHERE_DRAWS = ("mt3000_cluster", "ascend_910b", "pcie_domestic_low"), 15
