@@ -12,6 +12,7 @@ from sim.analysis.pareto import pareto, pareto_front
 from sim.analysis.peak_memory import (
     Holder,
     Peak,
+    fullest_home,
     home_peak,
     mean_bytes,
     memory_over_time,
@@ -44,6 +45,7 @@ __all__ = [
     "bounds",
     "bubbles",
     "fragmentation",
+    "fullest_home",
     "home_peak",
     "lifetimes",
     "mean_bytes",

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.analysis.pareto import pareto_front
-from sim.analysis.peak_memory import peak_memory, roles_over_time
+from sim.analysis.peak_memory import fullest_home, peak_memory, roles_over_time
 from sim.hardware.platform import Tier
 from sim.log import EventLog
 from sim.report.cells import clock, name_of, ordered
@@ -56,11 +56,11 @@ IN_LIST = 32  # characters of one of them at most
 def plot_memory(log: EventLog, tier: str | None = None, *, binary: bool = False) -> Figure:
     """Bytes in use of one tier over time, stacked by role, with its capacity and its peak.
 
-    tier: its name; None takes the home tier of device 0. binary: GiB instead of GB.
+    tier: its name; None takes the home tier of the fullest device. binary: GiB instead of GB.
     Raises ProfileError on an unknown tier.
     """
     platform = log.platform
-    shown = platform.home(0) if tier is None else platform.tier(tier)
+    shown = fullest_home(log) if tier is None else platform.tier(tier)
     top_of = peak_memory(log, shown.name, largest=0)
     peak, at = top_of.bytes, top_of.time_ns
     frame = roles_over_time(log, shown.name)

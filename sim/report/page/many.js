@@ -42,7 +42,6 @@ function tablePage(table, about, colours) {
   const pictures = el("div", { class: "panels" });
   const rest = el("p", { class: "hint", role: "status" });
   const job = (row) => table.facets.map((name) => `${name === "parallel" ? "" : `${words(name)} `}${valueText(values[name][row])}`).join(" · ");
-  const most = (row) => (has("fullest_bytes") && values.fullest_bytes[row] !== null ? values.fullest_bytes[row] : values.peak_bytes[row]);
   const tellOf = (row) => [label(row), table.shown.filter((name) => !table.labels.includes(name) && name !== "error" && name !== "fits" && name !== "status")
       .map((name) => column(name)).map(([name, title, kind]) => [title, valueText(values[name][row], kind)]).filter(([, said]) => said !== NONE)];
   const fits = (row) => has("makespan_ns") && has("peak_bytes") && values.fits[row] && values.makespan_ns[row] !== null && values.peak_bytes[row] !== null;
@@ -122,7 +121,7 @@ function tablePage(table, about, colours) {
 
   function point(row, beside) {
     const [colour, shape] = table.policies[String(values.policy[row])];
-    return { x: values.makespan_ns[row], y: most(row), colour, shape, row,
+    return { x: values.makespan_ns[row], y: values.peak_bytes[row], colour, shape, row,
       name: beside > NAMED ? "" : table.facets.length ? String(values.policy[row]) : label(row),
       hollow: isHollow(row) };
   }

@@ -77,7 +77,8 @@ function timelinePart(run, lanes, colours, refused = null) {
     if (!tiers.has(tier.name)) tiers.set(tier.name, unpackTier(tier, run.tensors, run.roles));
     return tiers.get(tier.name);
   };
-  let tier = used.find((each) => refused && each.name === refused.tier) || used.find((each) => each.home) || used[0] || null;
+  const fullest = used.filter((each) => each.home).reduce((most, each) => (most && most.peak.bytes >= each.peak.bytes ? most : each), null);
+  let tier = used.find((each) => refused && each.name === refused.tier) || fullest || used[0] || null;
   const picked = el("p", { class: "picked hint" });
   const alive = alivePart(run, names, colours, picked, () => chart.pick(null));
   const shortOf = (each) => (refused && each.name === refused.tier ? refused.short : null);
