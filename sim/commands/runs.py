@@ -27,7 +27,6 @@ from sim.commands.options import (
     command_line,
     command_with,
     job_of,
-    label,
     limit_of,
     names_of,
     parameters,
@@ -124,6 +123,7 @@ def run(ctx: typer.Context, **options: Any) -> None:
     from sim.report.analyses import analysis_text
     from sim.report.footer import Footer
     from sim.report.table import print_summary
+    from sim.trace.described import workload_text
 
     policy, out, json = options["policy"], options["out"], options["json"]
     asked = {name: analysis(name) for name in options["analysis"] or ()}
@@ -160,7 +160,12 @@ def run(ctx: typer.Context, **options: Any) -> None:
         warm_up = len(result.warm_up)
         notes = run_notes(result)
         footer = Footer(
-            result.platform, warm_up=warm_up, command=command_line(), workload=label(work), trace=work, notes=notes
+            result.platform,
+            warm_up=warm_up,
+            command=command_line(),
+            workload=workload_text(work.meta),
+            trace=work,
+            notes=notes,
         )
         print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, footer=footer)
         for name, records in more.items():
@@ -221,6 +226,7 @@ def _present(comparison: Comparison, options: dict[str, Any], command: str, limi
     from sim.report.cells import left_out_lines
     from sim.report.footer import Footer
     from sim.report.table import comparison_text, print_comparison
+    from sim.trace.described import workload_text
 
     work, platform = comparison.trace, comparison.platform
     unknown = (row for row in comparison.rows if row["fits"] is False and row["floor_bytes"] is None)
@@ -234,7 +240,9 @@ def _present(comparison: Comparison, options: dict[str, Any], command: str, limi
     )
     limited = platform if limit is None else platform.with_budget(limit)
     warm_up = max((len(result.warm_up) for result in comparison.results.values()), default=0)
-    footer = Footer(limited, warm_up=warm_up, command=command, workload=label(work), trace=work, notes=notes)
+    footer = Footer(
+        limited, warm_up=warm_up, command=command, workload=workload_text(work.meta), trace=work, notes=notes
+    )
     brief = replace(footer, brief=not options["notes"])
     if folder:
         text = comparison_text(comparison.rows, footer=footer)
