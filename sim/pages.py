@@ -187,7 +187,6 @@ def saved_table(
             *record.get("assumptions", assumption_notes(meta)),
             *bounds,
             *bound_lines(record.get("bound", ""), record["rows"]),
-            *(f"{row['policy']}: {line}" for row in ordered(record["rows"]) for line in cancelled_lines(row)),
             *left_out_lines(record["left_out"]),
         ],
         command=command,

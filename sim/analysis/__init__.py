@@ -22,6 +22,7 @@ from sim.analysis.peak_memory import (
     roles_over_time,
 )
 from sim.analysis.pinning import Pinning, pinning
+from sim.analysis.priced_as import Pricing, priced_as
 from sim.analysis.residence import residence
 from sim.analysis.stages import Stage, stages
 from sim.analysis.stalls import Stalls, stalls, stalls_by_op
@@ -38,6 +39,7 @@ __all__ = [
     "Overlap",
     "Peak",
     "Pinning",
+    "Pricing",
     "Reference",
     "Stage",
     "Stalls",
@@ -57,6 +59,7 @@ __all__ = [
     "peak_memory",
     "peaks_by_phase",
     "pinning",
+    "priced_as",
     "residence",
     "roles_over_time",
     "samples_in",

@@ -20,6 +20,7 @@ function tablePage(table, about, colours) {
     el("h1", {}, table.title),
     table.lead ? el("p", { class: "lead" }, table.lead) : null,
     cautions(table.caution),
+    table.warnings.map((line) => el("p", { class: "hint" }, glued(line))),
     table.constant.length ? el("p", { class: "lead" }, table.constant.map(([name, value]) => `${words(name)} ${valueText(value)}`).join(" · ")) : null);
   const verdict = table.verdict.length ? card("Verdict", { id: "verdict" }, table.verdict.map((line) => el("p", {}, glued(line)))) : null;
   const tiles = verdict ? null : el("dl", { class: "tiles" }, tile(count === 1 ? "run" : "runs", numberText(count)),
@@ -166,15 +167,15 @@ function tablePage(table, about, colours) {
   const picture = fitting.length < 2 ? null // one marker is against nothing
     : card("Time against memory", { hint: says, id: "scatter" }, legend, pictures, rest);
   const runs = card("Runs", { id: "runs", tools: el("div", { class: "tools" }, found, filter, picker) }, holder,
-    table.notes.length ? el("ul", { class: "notes" }, [
+    notesList([
       ...(table.same.some(Boolean) ? [`≈ not distinguishable from the fastest on the same job: within the model's own error of ${percentText(table.model_error)}${table.model_error_on}`] : []),
-      ...table.notes].map((note) => el("li", {}, note))) : null);
+      ...table.notes]));
   whenShown(runs, () => {
     refresh();
     new ResizeObserver(() => panels.forEach(({ picture, root }) => root.isConnected && picture.draw())).observe(pictures);
     if (overhead) new ResizeObserver(overhead.draw).observe(overhead.holder);
   });
-  return [head, verdict || tiles, winners && winners.root, picture, overhead && overhead.root, runs, scopeCard(table.scope), factsCard(table.facts, []), commandCard(table.command)];
+  return [head, verdict || tiles, winners && winners.root, picture, overhead && overhead.root, runs, scopeCard(table.scope), factsCard(table.facts, table.machine_notes), commandCard(table.command)];
 }
 
 // All that is known of one row: its figures, and its run where that is in the file.

@@ -55,7 +55,17 @@ function factsCard(facts, notes) {
       : `None of ${facts.length} is merely assumed.`;
   return card("Figures of the machine", { hint, id: "facts" },
     facts.length ? grid({ columns, rows: facts, caption: "Figures of the machine", page: 20, rowHeader: several ? 1 : 0 }).root : null,
-    notes.length ? el("ul", { class: "notes" }, notes.map((note) => el("li", {}, note))) : null);
+    notesList(notes));
+}
+
+// What else is to be known of a result.
+function notesCard(notes) {
+  return notes.length ? card("Notes", { id: "notes" }, notesList(notes)) : null;
+}
+
+// Notes as they are written for a terminal, where names stand between backticks.
+function notesList(notes) {
+  return notes.length ? el("ul", { class: "notes" }, notes.map((note) => el("li", {}, note.split(/`([^`\n]+)`/).flatMap((part, i) => (i % 2 ? [coded(part)] : glued(part)))))) : null;
 }
 
 function commandCard(command) {

@@ -21,6 +21,7 @@ function runPage(run, colours) {
       assumed ? el("a", { href: "#facts", class: "badge warn", onclick: goTo }, `${assumed} assumed ${assumed === 1 ? "figure" : "figures"}`) : null),
     cautions(run.caution),
     el("p", { class: "hint" }, run.memory),
+    (run.warnings || []).map((line) => el("p", { class: "hint" }, glued(line))),
     fileLinks(run.links));
 
   const tiles = el("dl", { class: "tiles" },
@@ -47,7 +48,7 @@ function runPage(run, colours) {
     card("All figures", {}, pairs(known(run.summary, refused))),
     run.doc ? card("What the policy does", { hint: run.fidelity[1] ? `Fidelity ${run.fidelity[0]}: ${run.fidelity[1]}.` : null }, el("pre", { class: "doc", tabindex: "0" }, run.doc.split(/`([^`\n]+)`/).map((part, i) => (i % 2 ? el("code", {}, part) : part)))) : null,
     scopeCard(run.scope, [refused ? "One iteration, until it did not fit." : `One iteration, ${run.steady ? "the steady state" : "the first one, not the steady state"}${run.warm_up ? ` after ${run.warm_up} for warm-up` : ""}.`]),
-    factsCard(run.facts, run.notes), commandCard(run.command)];
+    notesCard(run.beside || []), factsCard(run.facts, run.notes), commandCard(run.command)];
 }
 
 // The lines of a summary that have something to say, without those that the card above has said.

@@ -86,7 +86,8 @@ function winnersCard(table, address) {
     const policy = String(values.policy[cell.best]);
     return el("span", {}, el("a", { href: address(cell.best), class: "nowrap" }, markerSign(...table.policies[policy]), policy),
       el("small", {}, [timeText(values.makespan_ns[cell.best], 3), isNumber(over) ? percentText(over, true) : null,
-        cell.near ? `≈ ${cell.near} more` : null].filter(Boolean).join(" · ")));
+        cell.near ? `≈ ${cell.near} more` : null,
+        values["counters.moves_cancelled"] && values["counters.moves_cancelled"][cell.best] ? "moves cancelled" : null].filter(Boolean).join(" · ")));
   }
   const hint = `The fastest policy that fits, its time, and that over unlimited memory. ≈: policies that can't be told from it, within the model's own error of ${percentText(table.model_error)}.`;
   return { root: card("Who wins where", { hint, id: "winners" }, holder, more), show };

@@ -11,6 +11,7 @@ from sim.hardware.platform import Platform
 from sim.report.cells import MODEL_ERROR, device_ns, key_lines, name_of, ordered, standings, total, unit_of
 from sim.report.colours import policy_colour, policy_marker
 from sim.report.error_bars import error_lines, measured_on
+from sim.report.footer import beyond_lines, priced_lines
 from sim.report.page.run import SCOPE, RunView, SavedView, facts_data
 from sim.report.verdict import verdict_lines, winners_lines
 
@@ -81,6 +82,8 @@ def table_data(view: TableView) -> dict[str, Any]:
         "constant": [[name, rows[0].get(name)] for name in view.labels if rows and name not in axes],
         "policies": {name: [policy_colour(name), policy_marker(name)] for name in policies},
         "links": {id: [list(link) for link in links] for id, links in view.links.items()},
+        "warnings": _warnings(view),
+        "machine_notes": _machine_notes(view),
         "notes": list(dict.fromkeys([*_keys(view.rows), *error_lines(view.platforms), *view.notes])),
         "scope": [list(line) for line in SCOPE],
         "facts": [*facts_data(view.platforms), *map(list, view.facts)],
@@ -153,8 +156,34 @@ def _over_fastest(rows: Sequence[Row], labels: Sequence[str]) -> list[dict[str, 
 
 def _keys(rows: Sequence[Row]) -> list[str]:
     """What the columns mean; the page itself says what its signs mean."""
-    ran = [{**row, "policy": row["id"]} for row in _summed(rows) if row["fits"]]
-    return [line for line in key_lines(ran) if not line.startswith(("≈", "manages"))]
+    named = [{**row, "policy": str(row.get("policy"))} for row in _summed(rows)]  # a folder may say anything
+    return [line for line in key_lines(named) if not line.startswith(("≈", "manages"))]
+
+
+def _warnings(view: TableView) -> list[str]:
+    """What of the runs is of another machine than the one named, as `sim.report.footer.warnings` says of one."""
+    lines = {}
+    several = len(view.platforms) > 1
+    for platform in view.platforms:
+        rows = [row for row in view.rows if row.get("profile", platform.name) == platform.name]
+        budgets = [b for row in rows if isinstance(b := row.get("budget_bytes", row.get("capacity_bytes")), int)]
+        found = beyond_lines(platform, max(budgets, default=None))
+        lines |= {f"{platform.name}: {line}" if several else line: None for line in found}
+    for row in view.rows:
+        of = f"{row['profile']}: " if several and "profile" in row else ""
+        main, _, priced = str(row.get("priced_as") or "").partition(" as ")
+        lines |= {of + line: None for line in priced_lines(main, priced)}
+    return list(lines)
+
+
+def _machine_notes(view: TableView) -> list[str]:
+    """How the machines were described, in their profiles' words; or in those of views, where no profile was read."""
+    if view.platforms:
+        of = {platform.name: platform.notes for platform in view.platforms}
+    else:
+        saved = [run.data for run in view.runs.values() if isinstance(run, SavedView) and "beside" in run.data]
+        of = {str(data["platform"]): data["notes"] for data in saved}
+    return [f"{name}: {note}" if len(of) > 1 else str(note) for name, notes in of.items() for note in notes]
 
 
 def _summed(rows: Sequence[Row]) -> list[Row]:
