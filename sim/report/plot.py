@@ -17,7 +17,7 @@ from sim.analysis.peak_memory import fullest_home, peak_memory, roles_over_time
 from sim.hardware.platform import Tier
 from sim.log import EventLog
 from sim.report.cells import clock, name_of, ordered
-from sim.report.colours import BLACK, FAINT, INK, ROLE_COLOURS, policy_colour, policy_marker
+from sim.report.colours import BLACK, FAINT, INK, ROLE_COLOURS, policy_signs
 from sim.report.draw import (
     COLUMNS,
     FONT,
@@ -169,10 +169,11 @@ def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = N
         lines.append(((axes.get_xlim()[0], limit / size), (axes.get_xlim()[1], limit / size)))
     axes.set_xlabel(f"time of an iteration ({clock_text(unit_ns)})", fontsize=FONT)
     axes.set_ylabel(f"peak memory ({unit})", fontsize=FONT)
+    signs = policy_signs([row["policy"] for row in rows])
     for row, (x, y) in zip(fitting, points, strict=True):
-        colour, hollow = policy_colour(row["policy"]), row.get("fidelity") == "reconstruction"
+        (colour, marker), hollow = signs[row["policy"]], row.get("fidelity") == "reconstruction"
         axes.plot(
-            [x], [y], marker=policy_marker(row["policy"]), markersize=7, color=colour, linestyle="none", zorder=4,
+            [x], [y], marker=marker, markersize=7, color=colour, linestyle="none", zorder=4,
             markerfacecolor="white" if hollow else colour, markeredgecolor=colour, markeredgewidth=1.3,
         )  # fmt: skip
     lines += _staircase(axes, points)

@@ -490,8 +490,8 @@ def test_the_notes_of_a_sweep_name_policies_and_each_of_them_once():
     (captured,) = [line for line in shown["notes"] if "captured" in line]
     assert "; tso, swap_all, once: and with captured launches; " in captured
     assert [line for line in shown["notes"] if "cancelled" in line] == [
-        "once: 3 moves (4000 B) cancelled before the copy started: their tensors stayed where they were",
-        "swap_all: moves cancelled before the copy started in 1 of 2 runs, at most 3 moves (4000 B): their tensors "
+        "once: 3 moves (4 kB) cancelled before the copy started: their tensors stayed where they were",
+        "swap_all: moves cancelled before the copy started in 1 of 2 runs, at most 3 moves (4 kB): their tensors "
         "stayed where they were",
     ]
     assert shown["warnings"] == ["no bf16 peak in this profile: priced as fp16"]

@@ -24,6 +24,7 @@ from sim.report.colours import (
     ink_on,
     policy_colour,
     policy_marker,
+    policy_signs,
 )
 from sim.report.draw import byte_scale, save_figure, thin, time_scale
 from sim.report.lanes import _busy_until
@@ -462,6 +463,20 @@ def test_a_policy_s_sign_is_the_same_in_every_process():
     assert policy_colour("keep_all") == "#000000"
     # most names have a sign of their own
     assert len({(policy_colour(n), policy_marker(n)) for n in NAMES}) >= 0.75 * len(NAMES)
+
+
+def test_no_two_policies_of_one_page_share_a_sign():
+    from sim.policies import names
+
+    for several in (names(), ["rotor", "swap_attention"], ["swap_attention", "rotor"], ["a(x=1)", "a(x=2)", "a(x=3)"]):
+        signs = policy_signs(several)
+        assert list(signs) == list(several)
+        assert len(set(signs.values())) == len(several)
+    assert policy_signs(["rotor", "swap_attention"]) == policy_signs(["swap_attention", "rotor"])
+    for name in ("chen", "keep_all", "dtr(heuristic=lru)"):
+        assert policy_signs([name]) == {name: (policy_colour(name), policy_marker(name))}
+    many = [f"p{i}" for i in range(100)]
+    assert len(set(policy_signs(many).values())) == 66  # all that there are; then some share
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])

@@ -54,6 +54,7 @@ function tablePage(table, about, colours) {
   const hasFront = table.verdict.length > 0 || table.facets.length > 0;
   const column = (name) => table.columns.find(([each]) => each === name);
   const holder = el("div");
+  const empty = el("p", { class: "hint", role: "status" });
   const found = el("span", { class: "span", role: "status" });
   let sort = null;
 
@@ -94,20 +95,22 @@ function tablePage(table, about, colours) {
     found.textContent = rows.length === count ? "" : `${numberText(rows.length)} of ${numberText(count)}`;
     if (rebuild || !holder.firstChild) { shownGrid = tableOf(rows); holder.replaceChildren(shownGrid.root); }
     else shownGrid.show(rows);
-    if (winners) winners.show(rows);
-    if (overhead) overhead.show(rows);
-    drawPanels(rows.filter(fits));
+    const none = wanted ? "No run matches the filter." : "No policy is chosen.";
+    empty.textContent = rows.length ? "" : none;
+    if (winners) winners.show(rows, none);
+    if (overhead) overhead.show(rows, none);
+    drawPanels(rows.filter(fits), rows.length ? "None of the runs that are chosen fits." : none);
   }
 
-  function drawPanels(fitting) {
-    const jobs = new Map(table.facets.length && fitting.length ? [] : [["", []]]);
+  function drawPanels(fitting, none) {
+    const jobs = new Map();
     for (const row of fitting) {
       const name = job(row);
       if (!jobs.has(name)) jobs.set(name, []);
       jobs.get(name).push(row);
     }
     const drawn = [...jobs].slice(0, PANELS);
-    rest.textContent = jobs.size > drawn.length ? `${numberText(jobs.size - drawn.length)} more jobs have runs; the filter below chooses among them.` : "";
+    rest.textContent = !jobs.size ? none : jobs.size > drawn.length ? `${numberText(jobs.size - drawn.length)} more jobs have runs; the filter below chooses among them.` : "";
     for (const [name] of drawn) {
       if (panels.has(name)) continue;
       const picture = scatter();
@@ -151,14 +154,14 @@ function tablePage(table, about, colours) {
   });
   const policies = Object.entries(table.policies);
   const legend = policies.length < 2 ? null : el("div", { class: "legend toggles", role: "group", "aria-label": "Policies that are shown" },
-    policies.map(([name, [colour, shape]]) => el("button", {
+    policies.map(([name, sign]) => el("button", {
       type: "button", "aria-pressed": "true",
       onclick: (event) => {
         if (!off.delete(name)) off.add(name);
         event.currentTarget.setAttribute("aria-pressed", String(!off.has(name)));
         refresh();
       },
-    }, markerSign(colour, shape), name)));
+    }, markerSign(...sign), name)));
 
   const fitting = every.filter(fits);
   const says = [
@@ -166,7 +169,7 @@ function tablePage(table, about, colours) {
     hasFront ? "Dotted: the runs that no other beats in both time and peak." : "", "A click opens a run."].filter(Boolean).join(" ");
   const picture = fitting.length < 2 ? null // one marker is against nothing
     : card("Time against memory", { hint: says, id: "scatter" }, legend, pictures, rest);
-  const runs = card("Runs", { id: "runs", tools: el("div", { class: "tools" }, found, filter, picker) }, holder,
+  const runs = card("Runs", { id: "runs", tools: el("div", { class: "tools" }, found, filter, picker) }, holder, empty,
     notesList([
       ...(table.same.some(Boolean) ? [`≈ not distinguishable from the fastest on the same job: within the model's own error of ${percentText(table.model_error)}${table.model_error_on}`] : []),
       ...table.notes]));
@@ -181,12 +184,13 @@ function tablePage(table, about, colours) {
 // All that is known of one row: its figures, and its run where that is in the file.
 function rowPage(table, id, run, colours) {
   const row = table.ids.indexOf(id);
-  if (row < 0) return [el("p", { class: "loading" }, "There is no such run in this file.")];
+  if (row < 0) return [el("nav", { class: "way", "aria-label": "Where this is" }, el("a", { href: "#" }, `‹ ${table.title}`)),
+    el("header", { class: "top" }, el("h1", {}, "No such run"), el("p", { class: "lead" }, `This file has no run ${id}.`))];
   const differ = table.labels.filter((name) => !table.constant.some(([same]) => same === name));
   const where = el("nav", { class: "way", "aria-label": "Where this is" }, el("a", { href: "#" }, `‹ ${table.title}`),
     el("span", {}, differ.map((name) => (name === "policy" ? "" : `${words(name)} `) + valueText(table.values[name][row])).join(" · ")));
   if (run) return [where, ...runPage(run, colours)];
-  const lines = table.columns.map(([name, title, kind]) => [title === words(name) || kind === "text" ? words(name) : title, table.values[name][row], kind])
+  const lines = table.columns.map(([name, title, kind]) => [title, table.values[name][row], kind])
     .filter(([, value]) => value !== null && value !== "" && value !== undefined)
     .map(([title, value, kind]) => [title, kind === "bytes" ? bytesText(value) : kind === "time" ? timeText(value) : valueText(value, kind)]);
   return [where, el("header", { class: "top" }, el("h1", {}, String(table.values.policy ? table.values.policy[row] : id)),

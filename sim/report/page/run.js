@@ -7,6 +7,7 @@ function runPage(run, colours) {
   const stall = Object.values(f.stall_ns || {}).reduce((sum, ns) => sum + ns, 0);
   const moved = Object.values(f.moved_bytes || {}).reduce((sum, bytes) => sum + bytes, 0);
   const share = (ns) => (whole ? ns / whole : 0);
+  const summed = f.devices > 1 ? ` in ${numberText(f.devices)} devices` : "";
   const assumed = run.facts.filter((fact) => fact[3] === "assumed").length;
 
   const refused = f.refusal ? refusalOf(run) : null;
@@ -28,8 +29,8 @@ function runPage(run, colours) {
     refused ? tile("ran until", timeText(f.makespan_ns), refused.short ? "then memory was short" : words(f.refusal))
       : tile("time of an iteration", timeText(f.makespan_ns), f.overhead === null || f.overhead === undefined ? null : `${percentText(f.overhead, true)} against unlimited memory`),
     tile("peak memory", bytesText(f.peak_bytes), `of ${bytesText(f.capacity_bytes)}`, f.peak_bytes / f.capacity_bytes),
-    tile("stalled", percentText(share(stall)), stall ? timeText(stall) : "never", share(stall)),
-    tile("recomputing", percentText(share(f.recompute_ns)), f.recompute_ns ? timeText(f.recompute_ns) : "nothing", share(f.recompute_ns)),
+    tile("stalled", percentText(share(stall)), stall ? timeText(stall) + summed : "never", share(stall)),
+    tile("recomputing", percentText(share(f.recompute_ns)), f.recompute_ns ? timeText(f.recompute_ns) + summed : "nothing", share(f.recompute_ns)),
     tile("moved", bytesText(moved), f.overlap === null || f.overlap === undefined ? "nothing" : `${percentText(f.overlap)} of its time hidden`),
     f.tokens_per_s ? tile("tokens per second", numberText(Math.round(f.tokens_per_s)), f.mfu ? `MFU ${percentText(f.mfu)}` : null)
       : f.samples_per_s ? tile("samples per second", digits(f.samples_per_s, 4)) : null);

@@ -9,7 +9,7 @@ from typing import Any
 from sim.analysis.figures import columns, known
 from sim.hardware.platform import Platform
 from sim.report.cells import MODEL_ERROR, device_ns, key_lines, name_of, ordered, standings, total, unit_of
-from sim.report.colours import policy_colour, policy_marker
+from sim.report.colours import policy_signs
 from sim.report.error_bars import error_lines, measured_on
 from sim.report.footer import beyond_lines, priced_lines
 from sim.report.page.run import SCOPE, RunView, SavedView, facts_data
@@ -62,6 +62,7 @@ def table_data(view: TableView) -> dict[str, Any]:
     axes = ["policy", *(name for name in differ if name != "policy")]
     facets = [name for name in differ if name not in WITHIN and not name.startswith("policy.")]
     policies = list(dict.fromkeys(str(row["policy"]) for row in rows))
+    hollow = {str(row["policy"]) for row in rows if row.get("fidelity") == "reconstruction"}
     return {
         "title": view.title,
         "subtitle": view.subtitle,
@@ -70,8 +71,7 @@ def table_data(view: TableView) -> dict[str, Any]:
         "command": view.command,
         "ids": [row["id"] for row in rows],
         "columns": [
-            [name, titles.get(name, name_of(name)), _kind(name, rows), declared[name].meaning if name in titles else ""]
-            for name in names
+            [name, _title(name), _kind(name, rows), declared[name].meaning if name in titles else ""] for name in names
         ],
         "values": {name: [row.get(name) for row in rows] for name in names},
         "same": [bool(row.get("same")) for row in rows],
@@ -80,7 +80,7 @@ def table_data(view: TableView) -> dict[str, Any]:
         "facets": facets,
         "labels": [name for name in view.labels if name in names],
         "constant": [[name, rows[0].get(name)] for name in view.labels if rows and name not in axes],
-        "policies": {name: [policy_colour(name), policy_marker(name)] for name in policies},
+        "policies": {name: [*sign, name in hollow] for name, sign in policy_signs(policies).items()},
         "links": {id: [list(link) for link in links] for id, links in view.links.items()},
         "warnings": _warnings(view),
         "machine_notes": _machine_notes(view),
@@ -91,6 +91,14 @@ def table_data(view: TableView) -> dict[str, Any]:
         "model_error": MODEL_ERROR,
         "model_error_on": measured_on(MODEL_ERROR),
     }
+
+
+def _title(name: str) -> str:
+    """The head of a column: that of tables, else the figure's in words, with the part that it is of."""
+    figure, _, part = name.partition(".")
+    declared = known().get(figure)
+    title = columns().get(name) or (declared.title if declared else name_of(figure))
+    return f"{title}: {name_of(part)}" if part else title
 
 
 def _flat(row: Row) -> dict[str, Any]:
