@@ -1,7 +1,6 @@
-"""What a run's log says: each analysis reads the log alone and gives a small frozen record or a table.
+"""What a run's log says: each analysis reads the log alone and gives a small frozen record or a table."""
 
-Made by `scripts/make_figures.py`: the public names of the files of this folder.
-"""
+# Made by scripts/make_figures.py: the public names of the files of this folder.
 
 from sim.analysis.bounds import Bounds, bounds
 from sim.analysis.bubbles import Bubbles, bubbles

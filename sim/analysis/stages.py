@@ -131,6 +131,7 @@ FIGURES = {
         "bytes",
         "peak of the fullest device",
         "as `peak_bytes`, under the name that studies of layouts gave it first",
+        11,
         of=_fullest,
     ),
     "exchanged_bytes": Figure(
