@@ -100,6 +100,7 @@ function tablePage(table, about, colours) {
     if (winners) winners.show(rows, none);
     if (overhead) overhead.show(rows, none);
     drawPanels(rows.filter(fits), rows.length ? "None of the runs that are chosen fits." : none);
+    tellAgain(); // the pointer may lie on a picture that is gone
   }
 
   function drawPanels(fitting, none) {
