@@ -17,7 +17,7 @@ from sim.trace.tensor import ROLES
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sim.hardware.tier import Tier
+    from sim.hardware.platform import Tier
 
 T = TypeVar("T")
 

@@ -476,6 +476,7 @@ def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iter
     policies: the names of those that ran.
     """
     from sim.foreign import sums_of
+    from workloads.steps import is_reference
 
     beside = (
         "ctx",
@@ -488,6 +489,9 @@ def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iter
         *(MADE_OF if options["trace"] else ()),
     )
     said = {k: value for k, value in options.items() if value is not None and k not in beside}
+    if options["model"] and is_reference(options["model"]):  # a step has what was given, and its own defaults
+        left = {axis.name for axis in AXES} - set(_given(options))
+        said = {key: value for key, value in said.items() if key not in left}
     asked = {k: value for k, value in said.items() if value is not False or k in NEGATED}
     assumed = {fact.path: fact.text for fact in platform.assumed}
     return {

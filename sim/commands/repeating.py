@@ -27,6 +27,7 @@ def read_saved(path: Path, *needed: str) -> dict[str, Any]:
     from sim.errors import TiersimError
     from sim.foreign import parse_json, part_of
     from sim.regular_files import read_file
+    from workloads.steps import is_reference
 
     try:
         found = parse_json(read_file(part_of(path.parent, path.name)))
@@ -45,7 +46,8 @@ def read_saved(path: Path, *needed: str) -> dict[str, Any]:
         words = value if kind is list and isinstance(value, list) else []
         if not (value is None or type(value) is kind) or not all(isinstance(word, str) for word in words):
             raise TiersimError(f"{path}: asked.{key}: expected {kind.__name__}, not {value!r}")
-    for key in () if asked.get("trace") else ("model", "batch", "seq"):
+    own = is_reference(asked.get("model"))  # a step has a batch and a length of its own
+    for key in () if asked.get("trace") else ("model",) if own else ("model", "batch", "seq"):
         if asked.get(key) is None:
             raise TiersimError(f"{path}: asked.{key}: is missing, and no trace is named")
     return found
@@ -71,7 +73,7 @@ def checked_job(
     objections += [] if objections else _too_divided(options, trust)
     if objections:
         return objections, None
-    job = job_of(dict(options))
+    job = job_of({**options, "chosen": [name for name, value in options.items() if value is not None]})
     objections = trust.too_long(len(job[1].op_columns.name), options["iterations"])
     return objections, None if objections else job
 

@@ -138,7 +138,7 @@ def run(ctx: typer.Context, **options: Any) -> None:
             result.summary()  # asks the policy, too, and must not do so when half of the folder has been written
     except (Infeasible, Deadlock) as error:
         if folder and (attempt := getattr(error, "attempt", None)) is not None:
-            for path in write_run(attempt, folder, about=about_run(options, platform, work, [policy])):
+            for path in write_run(attempt, folder, about=about_run({"ctx": ctx, **options}, platform, work, [policy])):
                 say(f"wrote {path}")
         if isinstance(error, Infeasible) and (command := _what_fits(options)):
             error.add_note(f"what fits: {command}")
@@ -148,7 +148,7 @@ def run(ctx: typer.Context, **options: Any) -> None:
         raise
     if options["bound"]:
         result = result.with_bound()
-    about = about_run(options, platform, work, [policy])
+    about = about_run({"ctx": ctx, **options}, platform, work, [policy])
     more = {name: as_records(of(result.log)) for name, of in asked.items()}
     if folder:
         for path in (*write_run(result, folder, about=about), *write_analyses(more, folder)):

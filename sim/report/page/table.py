@@ -170,7 +170,7 @@ def _keys(rows: Sequence[Row]) -> list[str]:
 
 def _warnings(view: TableView) -> list[str]:
     """What of the runs is of another machine than the one named, as `sim.report.footer.warnings` says of one."""
-    lines = {}
+    lines: dict[str, None] = {}
     several = len(view.platforms) > 1
     for platform in view.platforms:
         rows = [row for row in view.rows if row.get("profile", platform.name) == platform.name]
