@@ -47,7 +47,7 @@ Floats = NDArray[np.float64]
 LISTED = 25  # policies named in the list of those that do not fit
 NAMED = 16  # policies up to which each marker has its policy's name
 PER_COLUMN = 30  # lines of the list beside the figure
-IN_LIST = 32  # characters of one of them at most
+IN_LIST = 42  # characters of one of them at most
 
 
 # ---- memory over time --------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = N
     numbered = len(fitting) > NAMED
     beside = _beside(fitting if numbered else (), failing, binary)
     columns = max(1, -(-len(beside) // PER_COLUMN))
-    figure = new_figure(8 + 2.2 * (columns - 1), 5)
+    figure = new_figure(8 + 3.2 * (columns - 1), 5)
     axes: Axes = figure.add_subplot()
     tidy(axes, grid="both")
     unit, size = byte_scale(max((row["peak_bytes"] for row in fitting), default=1), binary=binary)
@@ -256,7 +256,7 @@ def _beside(
             lines.append((heading, True))
         for row in those[:LISTED]:
             floor = row.get("floor_bytes")
-            more = f" (fits from {format_bytes(floor, binary=binary)})" if floor else ""
+            more = f" (fits from {format_bytes(floor, binary=binary, digits=3)})" if floor else ""
             lines.append((row["policy"] + more, False))
         if len(those) > LISTED:
             lines.append((f"… and {len(those) - LISTED} more", False))

@@ -26,7 +26,7 @@ from sim.report.colours import (
     policy_marker,
     policy_signs,
 )
-from sim.report.draw import byte_scale, save_figure, thin, time_scale
+from sim.report.draw import COLUMNS, byte_scale, save_figure, thin, time_scale
 from sim.report.lanes import _busy_until
 from sim.report.plot import NAMED, plot_comparison, plot_lanes, plot_memory
 
@@ -177,6 +177,31 @@ def test_the_lanes_of_the_drawn_run_are_as_drawn(drawn_log):
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["gpu0", "d2h0", "h2d0"]  # the cpu was idle
     assert labels(figure) == ["run", "recompute", "move", "stall"]
     assert {text.get_text() for text in axes.texts} == {"f", "g", "b", "a", "transfer"}
+
+
+def test_a_short_copy_among_long_ops_is_seen(step_log):
+    """A copy of a thousandth of the run is a bar of a column of pixels, without an edge that would cover it."""
+    from matplotlib.collections import PolyCollection
+
+    rows, length = step_log.intervals, step_log.end
+    copies = rows[rows[:, 4] == WHY["move"]].copy()
+    assert len(copies)
+    copies[:, 1] = copies[:, 0] + max(1, length // 5000)
+    short = replace(step_log, intervals=np.concatenate([rows[rows[:, 4] != WHY["move"]], copies]))
+    axes = plot_lanes(short).axes[0]
+    green = [each for each in axes.collections if isinstance(each, PolyCollection)]
+    green = [each for each in green if hexes(each) == WHY_COLOURS["move"]]
+    pixel = (axes.get_xlim()[1] - axes.get_xlim()[0]) / COLUMNS
+    paths = [path for each in green for path in each.get_paths()]
+    assert len(paths) == len(copies)
+    assert all(np.ptp(path.vertices[:, 0]) >= 0.99 * pixel for path in paths)
+    assert not any(np.any(each.get_linewidths()) for each in green)
+
+
+def test_names_of_a_long_list_keep_what_they_fit_from():
+    rows = comparison_rows(names=["keep_all"])
+    rows += [{"policy": "optimizer_in_backward", "fits": False, "floor_bytes": 4_611_234_567}]
+    assert "optimizer_in_backward (fits from 4.61 GB)" in labels(plot_comparison(rows))
 
 
 def test_a_window_cuts_bars_and_leaves_out_what_is_outside(drawn_log):
