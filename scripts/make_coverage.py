@@ -153,7 +153,7 @@ def _row(item: Mapping[str, Any]) -> str:
 
 
 def _links(paths: list[str]) -> str:
-    return ", ".join(f"[{path}](../{path})" for path in paths)
+    return ", ".join(f"[`{path}`](../{path})" for path in paths)
 
 
 def main() -> None:

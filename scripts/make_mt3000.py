@@ -70,8 +70,8 @@ def facts(data: Mapping[str, Any], words: tables.Words) -> dict[str, Any]:
         "neither_share": neither,
         "draws": study.DRAWS,
         "seed": study.SEED,
-        "figures": len(figures),
-        "first": figures[0][0],
+        "figures": len(figures.by_figure),
+        "first": figures.by_figure[0][0],
         "turned": round(study.DRAWS * recomputes / 100),
         "turns_at": turning_rate(rates),
         "assumed_rate": where["GPT-2 medium", "mt3000_survey", ()].rate / 1e9,
@@ -140,19 +140,15 @@ def _stacks(eager: Cells, fused: Cells, border: float, words: tables.Words) -> d
 
 def _chosen(found: Cells, words: tables.Words) -> dict[str, Any]:
     figures = leads(found)
-    first, second = figures[:2]
     return {
         "chosen_draws": len(found),
         "chosen_jobs": len(study.CHOSEN),
-        "chosen_figures": len(figures),
+        "chosen_figures": len(figures.by_figure),
         "chosen_both": sum(
             bool(cell.best(("copies",)) and cell.best(("recomputation", "both"))) for cell in found.values()
         ),
         "chosen_recomputing": recomputing(found),
-        "chosen_first": first[0],
-        "chosen_first_by": first[1],
-        "chosen_second": second[0],
-        "chosen_second_by": second[1],
+        "chosen_told": words["list"].join(words["told"].format(*each) for each in figures.told) or "–",
         "winning_table": tables.winning_table(winning(found), words),
         "leads_table": tables.effects_table(figures, words),
     }

@@ -278,6 +278,7 @@ def _summary(figures: Mapping[str, Any], cases: Mapping[str, list[Row]]) -> str:
     for row in figures["images"]:
         nets.setdefault((row["net"], row["batch"], row["way"], row["policy"]), []).append(row)
     blocks = [error(whole_peak(rows, "ours"), whole_peak(rows, "truth")) for rows in nets.values()]
+    parts = [error(row["ours"]["total"], row["truth"]["total"]) for row in figures["images"]]
     times = [error(row["ours"], row["truth"]) for row in figures["time"] if row["policy"] != "none"]
     steps = [error(row["simulated_bytes"], row["measured_bytes"]) for row in figures["cpu"]["rows"]]
     printed = [error(row["ours"], row["truth"]) for row in figures["published"]]
@@ -287,6 +288,7 @@ def _summary(figures: Mapping[str, Any], cases: Mapping[str, list[Row]]) -> str:
         ("the same: peak of each phase", phases),
         ("the same, cases made later: other families, types, sizes and lengths", later),
         ("the same, convolution nets with checkpoints round their blocks: peak of an iteration", blocks),
+        ("these nets: peak of each phase", parts),
         ("time of real steps under checkpointing, predicted from the plain step", times),
         ("memory of real steps on a CPU", steps),
         ("figures printed in papers and lectures", printed),

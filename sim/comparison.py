@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from sim.arguments import explained
 from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import TiersimError
-from sim.experiment import Result, check_trace, to_platform
+from sim.experiment import Result, budget_of, check_trace, to_platform
 from sim.hardware.platform import Platform
 from sim.layout import Layout, lay_out
 from sim.least_time import LowerBound, lower_bound
@@ -207,6 +207,7 @@ def compare(
     if jobs is not None and jobs < 1:
         raise TiersimError(f"jobs: value {jobs}: expected at least 1")
     trace, machine = (trace, to_platform(platform)) if parallel is None else lay_out(trace, platform, parallel)
+    budget = None if budget is None else budget_of(budget, trace, machine)
     setting = Setting(trace, machine, budget, seed, iterations, recompute_limit, find_floor, time_limit_s, most_actions)
     requests = [_request(each) for each in _listed(policies)]
     work = _Work(setting, requests, apply_all=policies is not None, on_progress=on_progress, bound=bound)

@@ -41,7 +41,7 @@ from sim.policies import label, load
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
 from sim.trace.op import KINDS
-from sim.units import format_bytes, format_percent, format_time, to_bytes
+from sim.units import format_bytes, format_percent, format_time, parse_share, to_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -246,7 +246,17 @@ def check_trace(trace: Any) -> None:
     """Raise TraceError if this is not a trace."""
     if not isinstance(trace, Trace):
         given = repr(trace) if isinstance(trace, str) else f"a {type(trace).__name__}"
-        raise TraceError(f"expected a trace, not {given}; transformer(…) and load_trace(…) return one")
+        of_step = "; capture_script(…) and capture(…) of `workloads` return that of a step" if callable(trace) else ""
+        raise TraceError(f"expected a trace, not {given}; transformer(…) and load_trace(…) return one{of_step}")
+
+
+def budget_of(budget: float | str, trace: Trace, platform: Platform) -> int:
+    """The bytes of a budget; a part such as "80%" is one of the peak with everything kept in unlimited memory.
+
+    Raises UnitError.
+    """
+    share = parse_share(budget) if isinstance(budget, str) else None
+    return to_bytes(budget) if share is None else int(share * home_peak(reference_run(trace, platform)))
 
 
 WITHOUT_HOST = (
@@ -397,7 +407,8 @@ def simulate(
     trace: one trace, or one per iteration.
     platform: a platform, or the name or file of a profile.
     policy: a name, `path/to/file.py:Class`, a policy or its class.
-    budget: bytes in every device's home tier, as an int or text such as "7 GB"; None for the platform's own.
+    budget: bytes in every device's home tier, as an int or text such as "7 GB"; "80%" of the peak of the first trace
+        with everything kept in unlimited memory; None for the platform's own.
     iterations: how many to run, each planned with the history of the previous ones; by default one more than the
         policy's `warm_up`. Each iteration starts with carried tensors where the previous one left them, unless its
         plan places them. The last one is the result; at its end, tensors that are not where they began move back.
@@ -420,12 +431,12 @@ def simulate(
     name = policy if isinstance(policy, str) else type(chosen).__name__
     if "gradients" in chosen.manages and any(each.meta.get("gradient_buffer") for each in traces):
         raise PolicyError(f"{name}: manages gradients, and gradient_buffer keeps them in buffers on the device")
-    limited = machine if budget is None else machine.with_budget(to_bytes(budget))
     count = iterations if iterations is not None else max(len(traces), chosen.warm_up + 1)
     if count < 1 or not traces:
         raise PolicyError(f"iterations must be at least 1, not {count}")
     if count > MOST_ITERATIONS:
         raise PolicyError(f"iterations must be at most {MOST_ITERATIONS:,}")
+    limited = machine if budget is None else machine.with_budget(budget_of(budget, traces[0], machine))
     history: tuple[Run, ...] = ()
     plan_s = 0.0
     for i in range(count):

@@ -344,6 +344,7 @@ def _laid_out(
     if trace.devices > 1:
         raise LayoutError(f"the trace is already on {trace.devices} devices")
     _check_devices(machine, layout)
+    _check_training(trace, layout)
     _check_samples(trace, layout)
     check_division(trace, layout.tp, layout.sequence_parallel, layout.cp)
     check_context(trace, layout.cp)
@@ -391,6 +392,15 @@ def with_layers(
     if layout.layers == BALANCED:
         return replace(layout, layers=balanced(costs(layout.dp * ranks * n), machine, layout.parts))
     return replace(layout, layers=by_latency(costs(ranks * n), machine, layout.pp, layout.dp, ranks, n))
+
+
+def _check_training(trace: Trace, layout: Layout) -> None:
+    """Raise LayoutError where a trace that generates tokens is divided otherwise than by tensor parallelism."""
+    if "generate" in trace.meta:
+        for key in ("dp", "pp", "cp", "ep", "micro_batches"):
+            if (n := getattr(layout, key)) > 1:
+                of = "passes that generate tokens, which read each other's keys and values, are divided by tp alone"
+                raise LayoutError(f"{key}: {n}: {of}; nearest: 1")
 
 
 def _check_samples(trace: Trace, layout: Layout) -> None:

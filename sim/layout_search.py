@@ -19,6 +19,7 @@ of its communication would be faster than the best so far, at most `most` of the
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,12 @@ POLICIES = ("keep_all", "selective_recompute", "full_recompute")
 MOST = 12
 NEARLY = 0.005
 """Times that differ by less than this fraction count as equal where only the fastest is asked for."""
+MOST_DOUBLINGS = 8
+SAVED = 1.1
+"""By what a policy may save more in one layout than in another."""
+ALIKE = 0.05
+"""Estimates of times are no nearer than this to each other: of those the one of fewest microbatches, whose trace is the
+smallest, is simulated first where time is short."""
 SEARCHED = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
 """Schedules that a search tries: those whose iterations compute the same, without the one that never overlaps."""
 BUCKETS = (0, DDP, 100 << 20)
@@ -152,8 +159,8 @@ def search_layouts(
     seconds: wall-clock time after which no further layout is simulated; None for no limit.
     overrides, kernels: as for `lay_out`.
     fastest: whether only the fastest is asked for: then no policy is run in a layout that with everything kept in
-        unlimited memory takes longer than the fastest so far, and none where another is about as fast as that; nor are
-        variants tried.
+        unlimited memory takes longer than the fastest so far, and none where another is about as fast as that, but for
+        policies that save work itself; nor are variants tried.
     on_row: called with each row as it is found.
 
     Raises LayoutError where no layout has so many devices, a schedule is not one of `SEARCHED`, or `most` is below 1.
@@ -175,11 +182,18 @@ def search_layouts(
         )
     capacity = node.home(0).capacity if budget is None else _bytes(budget)
     manages = {word for policy in policies for word in load(policy).manages}
-    fit = [each for each in candidates if least_state(trace, each, manages) <= capacity]
+    fit = [
+        each
+        for each in candidates
+        if least_state(trace, each, manages) <= capacity and _is_held(trace, each, node, budget)
+    ]
     estimates: dict[Layout, Estimate] = {}
     if devices > 1:
         estimates = {layout: estimator.of(layout) for layout in fit}
-        fit.sort(key=lambda layout: estimates[layout].rank(capacity))
+        if seconds is None:
+            fit.sort(key=lambda layout: estimates[layout].rank(capacity))
+        else:
+            fit.sort(key=lambda layout: _soon(layout, *estimates[layout].rank(capacity)))
         fit[most:] = sorted(fit[most:], key=lambda layout: estimates[layout].spare(capacity))
     rows: list[Found] = []
     kept: dict[Layout, tuple[int, int]] = {}
@@ -203,8 +217,10 @@ def search_layouts(
             least = kept[layout][0]
         for policy in policies:
             times = [row.makespan_ns for row in rows if row.makespan_ns is not None]
-            if is_late() or (fastest and times and min(times) * (1 - NEARLY) <= least):
+            if is_late():
                 break
+            if fastest and times and min(times) * (1 - NEARLY) * _saving(policy, rows, kept) <= least:
+                continue
             rows.append(_row(layout, policy, divided, platform, budget))
             on_row(rows[-1])
     if not fastest:
@@ -220,6 +236,23 @@ def search_layouts(
                 rows.append(_row(layout, policy, divided, platform, budget))
                 on_row(rows[-1])
     return LayoutSearch(tuple(rows), len(candidates) - len(fit), len(fit) - tried, kept)
+
+
+def _soon(layout: Layout, group: int, time_ns: float) -> tuple[int, int, int, float]:
+    """What layouts are ordered by where time is short; see `ALIKE`."""
+    return group, round(math.log(max(1.0, time_ns)) / ALIKE), layout.micro_batches, time_ns
+
+
+def _saving(policy: str, rows: Sequence[Found], kept: Mapping[Layout, tuple[int, int]]) -> float:
+    """How many times as fast as everything kept a policy may be: 1, but for those that save work itself.
+
+    These are run in any layout as long as they have fitted none, and then taken to save no more than a little above the
+    most that they have saved in one.
+    """
+    if not load(policy).saves:
+        return 1.0
+    found = [kept[row.layout][0] / row.makespan_ns for row in rows if row.policy == policy and row.makespan_ns]
+    return max(1.0, SAVED * max(found)) if found else float("inf")
 
 
 def _in_turn(
@@ -314,12 +347,16 @@ def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] 
         by_tokens = tp > 1 and isinstance(sequence, int) and sequence % (tp * cp) == 0
         for pp in _divisors(devices // (tp * cp)):
             dp = devices // (tp * cp * pp)
+            if "generate" in trace.meta and devices > tp:
+                continue  # nothing is trained
             if (pp > 1 and layers < pp) or samples % dp:
                 continue
             zeros = ((0, 1, 2, 3) if pp == 1 else (0, 1)) if dp * cp > 1 else (0,)
             among = _among_experts(trace, dp)
             orders = schedules if pp > 1 else ("1f1b",)
             for n, schedule, zero, ep in product(_divisors(samples // dp), orders, zeros, among):
+                if n > 1 and "generate" in trace.meta:
+                    continue
                 if n > 1 and pp > 1 and n < pp and n != samples // dp:
                     continue  # stages that never work all at once
                 if n == 1 and schedule not in ("1f1b", schedules[0]):
@@ -378,6 +415,30 @@ def _among_experts(trace: Trace, replicas: int) -> list[int]:
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _is_held(trace: Trace, layout: Layout, node: Platform, budget: int | str | None) -> bool:
+    """Whether weights and optimizer state of a node's devices are no more than all of its memories together hold."""
+    devices = min(layout.devices, node.devices)
+    limited = node if budget is None else node.with_budget(_bytes(budget))
+    every = sum(tier.capacity for tier in limited.tiers if tier.device < devices)  # -1: shared
+    return least_state(trace, layout) * devices <= every
+
+
+def nearest_number(trace: Trace, profile: str | os.PathLike[str], devices: int, **machine: Any) -> int | None:
+    """The least doubling of a number of devices over which some layout holds the training state; None for none found.
+
+    machine: `budget` and `overrides` of `search_layouts`.
+    """
+    node, overrides = load_profile(profile, overrides=machine.get("overrides")), machine.get("overrides") or {}
+    per_node = _per_node(node, devices)
+    if node.devices < per_node:
+        node = load_profile(profile, overrides={**overrides, "devices": str(per_node)})
+    for number in (devices << k for k in range(1, MOST_DOUBLINGS)):
+        held = (_is_held(trace, each, node, machine.get("budget")) for each in layouts(trace, number, per_node))
+        if any(held):
+            return number
+    return None
 
 
 def least_state(trace: Trace, layout: Layout, manages: Collection[str] = ()) -> int:

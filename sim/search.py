@@ -57,9 +57,9 @@ def smallest_budget(
     """The smallest budget in bytes found to fit, by bisection; None if none fits.
 
     The search starts between the least that any op that the policy cannot change, or the state that it leaves in place,
-    needs and what keeping everything needs, or what the policy uses with unlimited memory where that is more (fast implementations
-    with large workspaces). A plan that ignores the budget is made once and replayed. A policy that is not monotone may
-    fit an even smaller budget, see the module's text.
+    needs and what keeping everything needs, or what the policy uses with unlimited memory where that is more (fast
+    implementations with large workspaces). A plan that ignores the budget is made once and replayed. A policy that is
+    not monotone may fit an even smaller budget, see the module's text.
 
     trace: the trace to run.
     platform: a platform, or the name or file of a profile.

@@ -132,6 +132,16 @@ def to_bytes(value: SupportsIndex | float | str) -> int:
     return number
 
 
+def parse_share(text: str) -> Fraction | None:
+    """The fraction that a text such as "80%" names, None for any other text.
+
+    >>> parse_share("80%"), parse_share("7 GB")
+    (Fraction(4, 5), None)
+    """
+    found = re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,6})?)\s*%\s*", text, re.ASCII)
+    return Fraction(found[1]) / 100 if found else None
+
+
 def format_bytes(bytes: int, *, binary: bool = False, digits: int | None = 4) -> str:
     """A size as text.
 

@@ -18,7 +18,7 @@ from sim.advice.candidates import candidates, lean, space
 from sim.advice.ceiling import Ceiling, keeps_to_class
 from sim.advice.goals import candidates_for, largest_batch, least_memory
 from sim.advice.layouts import POLICIES, _worth, with_layout
-from sim.advice.narrowing import Search, by_ceiling, divisions
+from sim.advice.narrowing import Search, Way, by_ceiling, divisions
 from sim.advice.question import Question
 from sim.advice.reasons import FACTORS, _ladder, flips
 from sim.advice.state import state_of
@@ -824,6 +824,64 @@ def test_a_batch_that_a_function_refuses_is_named(config):
         advise(step, "a100_40_pcie", seconds=5)
     with pytest.raises(WorkloadError, match="sequence: of a function the search chooses the batch alone"):
         advise(lambda batch: transformer(config, batch=batch, **AXES), "a100_40_pcie", sequence=64)
+
+
+@pytest.mark.parametrize("goal", ["throughput", "batch", "memory"])
+def test_a_search_without_any_time_does_not_say_that_nothing_fits(config, goal):
+    given = advise(config, "h100", goal=goal, seconds=1e-9, **AXES)
+    assert given.best is None
+    assert "No run ended" in given.text()
+    assert "Nothing fits" not in given.text()
+
+
+def test_an_answer_from_few_of_the_runs_says_so_below_the_choice(config):
+    given = advise(config, "a100_40_pcie", batch=4, budget="6 MB", policies=FEW, seconds=60, **AXES)
+    assert given.best is not None
+    hurried = replace(given, skipped=50, rows=tuple(row for row in given.rows if row is given.best))
+    assert hurried.text().splitlines()[4].startswith("That is the only run that fits so far: 50 runs were left out")
+    assert "only run" not in given.text()
+    ample = advise(config, "a100_40_pcie", batch=4, policies=["keep_all"], seconds=60, **AXES)
+    assert "so far" not in replace(ample, skipped=50).text()  # nothing is faster
+
+
+def test_a_way_is_judged_by_what_copies_beside_it_as_well_as_by_what_recomputes(config):
+    """Policies of state whose first run recomputes and is slow, while a copy beside them is the fastest of all."""
+    asked = Question({"model": config, "batch": 2, **AXES}, "a100_40_pcie", budget=400_000)
+    search = Search(asked, Trials(60.0, jobs=1))
+    names = {other: f"stronghold + {other}" for other in ("full_recompute", "swap_all", "dtr")}
+    way = Way(asked, asked, "stronghold", names, 10.0)
+    search.ways = [way]
+    ran = {"status": "ok", "fits": True, "makespan_ns": 10**9, "samples_per_s": 0.8}
+    search.ran = {("g10",): {**ran, "policy": "g10", "samples_per_s": 1.0}}
+    search.ran[way.key("full_recompute")] = {**ran, "policy": names["full_recompute"]}
+    assert search._near([way], 0.9) == [way]
+    search.ran[way.key("swap_all")] = {**ran, "policy": names["swap_all"]}
+    assert search._near([way], 0.9) == []
+    assert search._near([way], 0.7) == [way]
+
+
+def test_what_is_simpler_and_as_fast_within_the_models_error_is_named(config):
+    given = advise(config, "a100_40_pcie", batch=4, budget="6 MB", policies=FEW, seconds=60, **AXES)
+    top = given.best
+    rows = [{**top, "policy": name, "makespan_ns": int(top["makespan_ns"] * slower),
+             "samples_per_s": top["samples_per_s"] / slower}
+            for name, slower in (("stronghold + swap_all", 1.0), ("superoffload", 1.01), ("dtr", 1.03),
+                                 ("hybrid", 1.02), ("rotor", 1.2))]  # fmt: skip
+    text = replace(given, best=rows[0], rows=tuple(rows)).text()
+    assert "Simpler: hybrid, 2 % slower, within the model's own error of 4.3 %." in text
+    assert "Simpler" not in replace(given, best=rows[3], rows=tuple(rows)).text()
+    assert repr(given) == given.text().rstrip()
+
+
+def test_state_that_no_layout_holds_names_the_number_of_devices_that_do(config):
+    """Of two, four, … devices of 0.5 MB each beside a host of 0.3 MB."""
+    figures = {"tiers.host.capacity": "300 kB", "tiers.host_pageable.capacity": "1 kB", "tiers.nvme.capacity": "1 kB"}
+    how = {"batch": 16, "budget": "500 kB", "figures": figures, "precision": "fp32", "sequence": 64}
+    state = sum(t.bytes for t in trace_of(config, precision="fp32").tensors
+                if t.role in ("weight", "optimizer_state") and t.replaces is None)  # fmt: skip
+    assert 1.3e6 < state < 2.3e6
+    with pytest.raises(TiersimError, match=r"no layout of 2 holds weights and optimizer state in .*; nearest: 4$"):
+        advise(config, "a100_80_sxm", devices=2, seconds=20, **how)
 
 
 def test_rates_have_no_exponents():

@@ -491,3 +491,44 @@ def test_profiles_as_json_have_the_columns_of_the_list(capsys):
 def test_help_says_which_options_repeat(command, options, capsys):
     _, out, _ = tiersim(command, "--help", capsys=capsys)
     assert " ".join(out.split()).count("more than once") == options
+
+
+NOISY = """
+from sim import Plan, Policy
+
+
+class Noisy(Policy):
+    def plan(self, problem):
+        print("thinking")
+        return Plan(problem.trace)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["run", "--policy"], ["compare", "--no-bound", "--jobs", "1", "--policies"], ["largest-batch", "--policy"]],
+)
+def test_what_a_policy_prints_is_not_in_the_json(tmp_path, capsys, command):
+    (tmp_path / "noisy.py").write_text(NOISY)
+    words = [command[0], "--profile", "a100_40_pcie", *(JOB if command[0] != "largest-batch" else JOB[:2])]
+    budget = ["--budget", "4GB"] if command[0] == "largest-batch" else []
+    policy = f"{tmp_path / 'noisy.py'}:Noisy"
+    code, out, err = tiersim(*words, *budget, *command[1:], policy, "--json", capsys=capsys)
+    assert code == 0
+    json.loads(out)
+    assert "thinking" in err or command[0] == "compare"  # which runs it in a process of its own
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_a_folder_that_cannot_be_written_loses_no_figure(tmp_path, capsys, monkeypatch, command):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device", "view.json")
+
+    monkeypatch.setattr("sim.outputs.write_run", full)
+    monkeypatch.setattr("sim.outputs.write_comparison", full)
+    chosen = ["--policy", "keep_all"] if command == "run" else ["--policies", "keep_all", "--no-bound"]
+    folder = str(tmp_path / "out")
+    code, out, err = tiersim(command, "--profile", "a100_40_pcie", *JOB, *chosen, "-o", folder, capsys=capsys)
+    assert code
+    assert "keep_all" in out
+    assert "No space left" in err

@@ -18,8 +18,8 @@ from sim import compare, load_policy, load_profile
 from sim.analysis.peak_memory import home_peak
 from sim.commands.progress import progress_line, told
 from sim.comparison import Interrupted
-from sim.errors import PolicyError, TiersimError
-from sim.experiment import reference_run
+from sim.errors import PolicyError, TiersimError, UnitError
+from sim.experiment import reference_run, simulate
 from sim.floors import state_in
 from sim.parallel import Bench, Request, answers
 from sim.plan import Plan
@@ -373,3 +373,13 @@ def test_what_takes_less_time_than_every_op_once_says_what_it_saves(profile, sav
     compared = compare(trace, profile, ["keep_all", "zero_offload"], budget="1000 TB")
     said = [line for line in compared.bounds if line.startswith("zero_offload: declared saving: fusion")]
     assert (compared.results["zero_offload"].log.end < compared.results["keep_all"].log.end) == saves == bool(said)
+
+
+def test_a_budget_may_be_a_part_of_the_unconstrained_peak():
+    trace = transformer("gpt2", batch=1, sequence=64, precision="amp_bf16")
+    peak = simulate(trace, "a100_40_pcie").summary()["peak_bytes"]
+    assert simulate(trace, "a100_40_pcie", budget="120%").platform.budget == int(1.2 * peak)
+    found = compare(trace, "a100_40_pcie", ["keep_all"], budget="120%")
+    assert found.results["keep_all"].platform.budget == int(1.2 * peak)
+    with pytest.raises(UnitError):
+        simulate(trace, "a100_40_pcie", budget="90 %%")

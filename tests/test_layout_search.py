@@ -117,6 +117,18 @@ def test_estimates_know_bubbles_and_memory(every) -> None:
     assert alternating.kept_bytes < flush.kept_bytes
 
 
+def test_what_generates_is_divided_by_tensor_parallelism_alone(base: Trace) -> None:
+    trace = transformer(CONFIG, batch=4, sequence=16, generate=4, precision="mixed_bf16")
+    found = list(layouts(trace, 2, 8))
+    assert found
+    assert {(layout.tp, layout.devices) for layout in found} == {(2, 2)}
+    for layout in found:
+        lay_out(trace, "a100_80_sxm", layout)
+    for key in ("dp", "pp", "cp"):
+        with pytest.raises(LayoutError, match=f"{key}: 2: passes that generate tokens"):
+            lay_out(trace, "a100_80_sxm", {key: 2})
+
+
 # ---- stages of unequal depth ------------------------------------------------------------------------
 
 

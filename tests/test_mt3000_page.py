@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import re
 
+import pandas as pd
 import pytest
 
 from scripts.make_mt3000 import PAGES, page
 from scripts.mt3000_page import study, tables
-from scripts.mt3000_page.findings import SURE, Cell, cells, leads, predictions, pressure, turning_rate, winning
+from scripts.mt3000_page.findings import (
+    SURE,
+    Cell,
+    Correlations,
+    cells,
+    leads,
+    predictions,
+    pressure,
+    turning_rate,
+    winning,
+)
 from scripts.mt3000_page.words import WORDS
 from sim import simulate
 from sim.errors import Infeasible
@@ -119,7 +131,7 @@ def test_a_figure_leads_by_its_rank_among_draws_of_the_same_stack():
                    tiers__zone__bandwidth=(7 * rate) % 5 + base)
         for stack, base in (("eager", 1000), ("fused", 100)) for rate in (1, 2, 3, 4)
     )  # fmt: skip
-    assert leads(found)[0] == ("links.d2h.rate", pytest.approx(-1.0))
+    assert leads(found).by_figure[0] == ("links.d2h.rate", pytest.approx(-1.0))
 
 
 def test_pressure_is_the_time_to_copy_over_a_third_of_the_iteration():
@@ -143,3 +155,17 @@ def test_the_answer_turns_between_the_rates_at_which_another_is_the_faster():
             copying[cell.rate / 1e9] = min(ran[name] for name in ("swap_all", "g10") if name in ran) < recomputing
     slower, faster = (max(r for r, wins in copying.items() if not wins), min(r for r, wins in copying.items() if wins))
     assert slower < turning_rate(cells(study.load(), "rates")) < faster
+
+
+def test_a_correlation_that_chance_reaches_is_not_told():
+    """Of figures without an effect one in twenty exceeds the bound of 100 draws; one with an effect always does."""
+    rng = random.Random(0)
+    told = 0
+    for _ in range(50):
+        figures = [[rng.random() for _ in range(100)] for _ in range(2)]
+        table = pd.DataFrame({"noise": figures[0], "real": figures[1], "ratio": figures[1]}).rank()
+        values = [(name, float(table[name].corr(table["ratio"]))) for name in ("noise", "real")]
+        found = dict(Correlations(values, 100).told)
+        assert "real" in found
+        told += "noise" in found
+    assert told <= 7

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.mt3000_page import study
 from sim.report.error_bars import policies_error
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SURE = policies_error()
 """Times that differ by less than this fraction are not told apart: as in every comparison."""
@@ -152,7 +155,28 @@ def recomputing(found: Cells) -> int:
     return sum(cell.best() is not None and bool(cell.best()["recompute_ns"]) for cell in found.values())  # type: ignore[index]
 
 
-def leads(found: Cells) -> list[tuple[str, float]]:
+@dataclass(frozen=True)
+class Correlations:
+    """Rank correlations by figure, the strongest first.
+
+    draws: of how many.
+    """
+
+    by_figure: Sequence[tuple[str, float]]
+    draws: int
+
+    @property
+    def noise(self) -> float:
+        """What a figure without any effect exceeds in one of twenty studies of so many draws."""
+        return 1.96 / math.sqrt(max(2, self.draws) - 1)
+
+    @property
+    def told(self) -> list[tuple[str, float]]:
+        """Those that are told from such a figure."""
+        return [(path, value) for path, value in self.by_figure if abs(value) >= self.noise]
+
+
+def leads(found: Cells) -> Correlations:
     """Per assumed figure the rank correlation of its value with the lead of what recomputes over what only copies.
 
     Among draws of the same job and stack, and only those where both fit.
@@ -168,11 +192,10 @@ def leads(found: Cells) -> list[tuple[str, float]]:
                          "of": f"{job} {cell.run.options['stack']}"})  # fmt: skip
     table = pd.DataFrame(rows)
     ranked = table.drop(columns="of").groupby(table["of"]).rank(pct=True)
-    against = ranked.drop(columns="ratio").corrwith(ranked["ratio"])
-    return sorted(((str(path), float(value)) for path, value in against.items()), key=lambda each: -abs(each[1]))
+    return _correlations(ranked)
 
 
-def effects(found: Cells) -> list[tuple[str, float]]:
+def effects(found: Cells) -> Correlations:
     """Per assumed figure the rank correlation of its value with the time of copying over that of recomputing."""
     import pandas as pd
 
@@ -183,9 +206,13 @@ def effects(found: Cells) -> list[tuple[str, float]]:
             continue
         values = {path: float(text.split()[0]) for path, _, text in (each.partition("=") for each in figures)}
         rows.append({**values, "ratio": copies["makespan_ns"] / recomputes["makespan_ns"]})
-    table = pd.DataFrame(rows).rank()
-    against = table.drop(columns="ratio").corrwith(table["ratio"])
-    return sorted(((str(path), float(value)) for path, value in against.items()), key=lambda each: -abs(each[1]))
+    return _correlations(pd.DataFrame(rows).rank())
+
+
+def _correlations(ranked: pd.DataFrame) -> Correlations:
+    against = ranked.drop(columns="ratio").corrwith(ranked["ratio"])
+    found = [(str(path), float(value)) for path, value in against.items()]
+    return Correlations(sorted(found, key=lambda each: -abs(each[1])), len(ranked))
 
 
 def clusters_of(layout: str) -> int:

@@ -63,7 +63,10 @@ SINGLE = (
     *("swap_all", "vdnn_pp", "offload_activations", "g10", "lru_tiering"),
     *("capuchin", "delta", "mt3000_layered", "hybrid"),
 )
-STATE = ("zero_offload", "zero_offload(weights=host) + weight_streaming")
+STATE = (
+    *("zero_offload", "superoffload", "stronghold", "optimizer_in_backward"),
+    "zero_offload(weights=host) + weight_streaming",
+)
 BESIDE = ("full_recompute", "swap_all", "hybrid")
 STACKS = tuple(f"{below} + {beside}" for below in STATE for beside in BESIDE)
 RIVALS = ("full_recompute", "rotor", "sac_knapsack", "swap_all", "vdnn_pp", "g10", "hybrid")

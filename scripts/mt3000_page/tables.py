@@ -9,6 +9,7 @@ from scripts.mt3000_page import study
 from scripts.mt3000_page.findings import (
     Cell,
     Cells,
+    Correlations,
     cells,
     clusters_of,
     pressure,
@@ -166,9 +167,11 @@ def elsewhere_table(found: Cells, words: Words) -> str:
     return table([first, second, draws, *policies, last], 2, rows)
 
 
-def effects_table(found: Sequence[tuple[str, float]], words: Words) -> str:
-    """The figures whose value matters most."""
-    return table(words["effects"], 1, [(f"`{path}`", f"{value:+.2f}") for path, value in found[:6]])
+def effects_table(found: Correlations, words: Words) -> str:
+    """The figures whose value matters, as far as that many draws tell; and what they cannot tell."""
+    rows = [(f"`{path}`", f"{value:+.2f}") for path, value in found.told]
+    others = words["noise"].format(len(found.by_figure) - len(rows), noise=found.noise, draws=found.draws)
+    return f"{table(words['effects'], 1, rows)}\n\n{others}"
 
 
 def claims_table(where: Cells, words: Words) -> str:

@@ -43,6 +43,9 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
             *("policy", "does", "largest job here", "fits here", "costs here", "fits the cards", "costs there"),
         ],
         "effects": ["figure", "correlation"],
+        "told": "`{}` ({:+.2f})",
+        "noise": "The other {} are below {noise:.2f}, which a figure without any effect reaches in one of twenty "
+        "studies of {draws} draws.",
         "winning": ["job", "draws"],
         "elsewhere": ["job", "machine", "draws", "the fastest recomputes"],
         "claims": ["claim", "found"],
@@ -65,7 +68,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
             (
                 "a layered scheme suits MT-3000 (6.5)",
                 "`mt3000_layered` and `hybrid` both fit {layered} of {own} jobs there; it is at most {gap:.1f} "
-                "points slower, and what each part brings is [measured](mt3000_layered.md)",
+                "points slower, and what each part brings is on [a page of its own](mt3000_layered.md)",
             ),
         ],
     },
@@ -97,6 +100,8 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
         "kinds": {"recomputation": "重算", "copies": "卸载", "both": "两者", "neither": "–"},
         "policies": ["策略", "做法", "此机放得下的最大任务", "此机放得下", "此机代价", "各卡放得下", "各卡代价"],
         "effects": ["数字", "相关"],
+        "told": "`{}`（{:+.2f}）",
+        "noise": "其余 {} 个低于 {noise:.2f}：{draws} 次抽样时，毫无影响的数字也有二十分之一的机会达到这一值。",
         "winning": ["任务", "抽样"],
         "elsewhere": ["任务", "机器", "抽样", "最快者用到重算"],
         "claims": ["说法", "结果"],
@@ -119,7 +124,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
             (
                 "分层方案适合 MT-3000（6.5）",
                 "`mt3000_layered` 与 `hybrid` 都放得下其中 {own} 个任务里的 {layered} 个；前者最多慢 {gap:.1f} "
-                "个百分点，各部分的作用见[测量](mt3000_layered.md)（英文）",
+                "个百分点，各部分的作用见[单独一页](mt3000_layered.md)（英文）",
             ),
         ],
     },

@@ -130,6 +130,8 @@ def advise(
         aside = 1 - ASIDE if all(divisions(each)[-1].exceeds for each in asked.variants) else ASIDE
         with closing(Trials((1 - aside) * seconds, jobs, on_row, began)) as trials:
             rows = search(asked, trials)
+            if not (rows or trials.left_s or trials.skipped):
+                trials.skipped_variants += 1  # not even the first run had time
             if over is not None and over.search.best is not None and _is_slower(best(rows), over.search.best):
                 rows.append(trials.at_any_rate(first[0], over.search.best.policy))
             trials.extend(min(seconds, trials.used_s + ASIDE * seconds) if any(map(fits, rows)) else seconds)

@@ -14,6 +14,7 @@ from sim.advice.state import State
 from sim.advice.trials import SHARE, Row, best, effort, fits, micro_batches, speed
 from sim.analysis.pareto import pareto
 from sim.policies import load
+from sim.report.error_bars import policies_error
 from sim.report.verdict import difference, does
 from sim.units import format_bytes, format_percent, format_time
 
@@ -135,6 +136,9 @@ class Advice:
             "verdict": self.text().splitlines(),
         }  # fmt: skip
 
+    def __repr__(self) -> str:
+        return self.text().rstrip("\n")
+
     def text(self) -> str:
         """The answer in words."""
         return "\n".join(_verdict(self)) + "\n"
@@ -144,12 +148,13 @@ def _verdict(advice: Advice) -> list[str]:
     """The lines of the answer."""
     asked, top = advice.question, advice.best
     lines = [f"{_workload(advice)} on {asked.profile}, {format_bytes(advice.state.capacity)} of {advice.state.tier}",
-             advice.state.text(), *([advice.devices.text()] if advice.devices else []), ""]  # fmt: skip
+             _state(advice), *([advice.devices.text()] if advice.devices else []), ""]  # fmt: skip
     if top is None:
         return [*lines, *_nothing(advice), *_end(advice)]
     lines += [_use(advice, top), *_hurried(advice)]
     if advice.runner_up is not None:
         lines.append(_next(top, advice.runner_up, asked))
+    lines += _simpler(advice, top)
     if advice.near:
         lines.append(f"{advice.near[0].upper()}{advice.near[1:]}.")
     if (other := advice.also) is not None:
@@ -159,8 +164,16 @@ def _verdict(advice: Advice) -> list[str]:
     return lines
 
 
+def _state(advice: Advice) -> str:
+    """Of several combinations of which none was chosen, the one with the least."""
+    several = advice.best is None and advice.question.open
+    return advice.state.text().replace("state:", "state, where it is least:", 1) if several else advice.state.text()
+
+
 def _workload(advice: Advice) -> str:
     axes = dict(advice.question.workload)
+    if advice.best is None:
+        axes |= {name: " or ".join(values) for name, values in advice.question.open.items()}
     name = axes.pop("model", None)
     if axes.pop("trace", None) is not None or advice.question.steps:  # a file of the search's own
         meta = advice.question.trace.meta
@@ -231,9 +244,28 @@ def _next(top: Row, other: Row, asked: Question) -> str:
     return f"Next: {other['policy']}{_divided(other, asked)}, {text}{': ' if parts else ''}{parts}."
 
 
+def _simpler(advice: Advice, top: Row) -> Iterator[str]:
+    """What is simpler than the choice and slower by less than the model's own error, of which only the fastest."""
+    error = policies_error()
+    near = [row for row in advice.at_best if speed(row) * (1 + error) >= speed(top) and moves(row) < moves(top)]
+    if near:
+        least = min(map(moves, near))
+        other = max((row for row in near if moves(row) == least), key=speed)
+        slower = f"{format_percent(speed(top) / speed(other) - 1)} slower, within the model's own error of"
+        yield f"Simpler: {other['policy']}{_divided(other, advice.question)}, {slower} {format_percent(error)}."
+
+
+def moves(row: Row) -> tuple[int, int]:
+    """How much a run's policies take upon them: kinds of state beside activations, and policies."""
+    state = {"weights", "gradients", "optimizer_state"}
+    return len(state & set(load(str(row["policy"])).manages)), effort(row)[0]
+
+
 def _is_hurried(advice: Advice) -> bool:
-    """Whether more runs had no time than fit, so that the best is that of a few."""
-    return advice.best is not None and advice.skipped > sum(map(fits, advice.rows))
+    """Whether more runs had no time than fit, and the best of those that did is slower than with unlimited memory."""
+    if advice.best is None or above(advice.best, advice.ceiling) < 0.0005:
+        return False
+    return advice.skipped > sum(map(fits, advice.rows))
 
 
 def _hurried(advice: Advice) -> Iterator[str]:
@@ -280,7 +312,9 @@ def _choices(advice: Advice) -> Iterator[str]:
 
 def _front(advice: Advice) -> Iterator[str]:
     front = advice.front
-    yield f"Of {len(advice.at_best)} runs that fit, no other has both less time and a lower peak than these:"
+    fit = len(advice.at_best)
+    few = "The only run that fits:" if fit == 1 else ""
+    yield few or f"Of {fit} runs that fit, no other has both less time and a lower peak than these:"
     for row in front[-SHOWN:]:
         name = f"{row['policy']}{_divided(row, advice.question)}"
         yield f"  {_gb(row['peak_bytes']):>9}  {_ms(row['makespan_ns']):>8}  {name}"

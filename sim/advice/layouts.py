@@ -10,11 +10,11 @@ from sim.advice.question import Question
 from sim.errors import TiersimError
 from sim.layout import Layout
 from sim.layout_search import POLICIES as USUAL
-from sim.layout_search import LayoutSearch, search_layouts
+from sim.layout_search import LayoutSearch, nearest_number, search_layouts
 from sim.units import format_percent
 
-POLICIES = (*USUAL, "swap_all", "zero_offload + full_recompute")
-"""What is run in each layout: policies that plan at once, one of each kind."""
+POLICIES = (*USUAL, "swap_all", "zero_offload + full_recompute", "tso")
+"""What is run in each layout: policies that plan at once, one of each kind; the last one launches from a recording."""
 OTHERS = 6
 """How many layouts beside the best are left to the search of policies, at most."""
 PART = 0.1
@@ -70,9 +70,10 @@ def with_layout(asked: Question, devices: int, seconds: float) -> tuple[Question
         budget=asked.budget, most=MOST, seconds=seconds, overrides=asked.figures or None, kernels=kernels, fastest=True,
     )  # fmt: skip
     if not found.rows:
-        raise TiersimError(
-            f"devices: no layout of {devices} holds its part of the training state; nearest: more of them"
-        )
+        more = nearest_number(plain.trace, asked.profile, devices, budget=asked.budget, overrides=asked.figures or None)
+        nearest = "another batch or machine" if more is None else more
+        what = "weights and optimizer state in all memories of its machines"
+        raise TiersimError(f"devices: no layout of {devices} holds {what}; nearest: {nearest}")
     each_s = (time.monotonic() - began) / max(1, len(found.unlimited))
     most = 0 if asked.open else min(OTHERS, int(seconds * PART / max(1e-9, each_s)))
     first, *others = _worth(found, most)

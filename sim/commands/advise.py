@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from sim.commands.declaring import Option, takes
+from sim.commands.declaring import Option, answer, takes
 from sim.commands.options import (
     AXES,
     BUDGET,
@@ -105,7 +105,7 @@ def advise(ctx: typer.Context, **options: Any) -> None:
     policies = names_of(options["policies"])
     told: dict[str, Any] = {"on_row": _told, "on_state": lambda state: say(state.text())}
     advice = search(subject, options["profile"], figures=figures, policies=policies, **told, **how, **axes)
-    print(to_json(advice.as_dict()) if options["json"] else advice.text(), end="\n" if options["json"] else "")
+    answer(to_json(advice.as_dict()) if options["json"] else advice.text().rstrip("\n"))
     if advice.best is None:
         raise typer.Exit(1)
 
@@ -213,9 +213,9 @@ def search(ctx: typer.Context, **options: Any) -> None:
     )
     if options["json"]:
         rows = {"best": found.best, "runner_up": found.runner_up}
-        answer: dict[str, Any] = {key: row.as_dict() if row else None for key, row in rows.items()}
-        answer |= {"front": [row.as_dict() for row in found.front], "rows": [row.as_dict() for row in found.rows]}
-        print(to_json({**answer, "cannot_fit": found.cannot_fit, "left_out": found.left_out}))
+        values: dict[str, Any] = {key: row.as_dict() if row else None for key, row in rows.items()}
+        values |= {"front": [row.as_dict() for row in found.front], "rows": [row.as_dict() for row in found.rows]}
+        answer(to_json({**values, "cannot_fit": found.cannot_fit, "left_out": found.left_out}))
     else:
         print("best       ", found.best or "nothing fits")
         if found.runner_up:
@@ -268,7 +268,7 @@ def _answer(options: Mapping[str, Any], search: Callable[[str], Found], order: C
     if options["json"]:
         rows = [{**one.figures, **({} if one.result is None else one.result.summary())} for one in ran]
         rows += [{"policy": name, "error": text} for name, text in refused.items()]
-        print(to_json(rows[0] if len(names) == 1 else rows))
+        answer(to_json(rows[0] if len(names) == 1 else rows))
     else:
         print("\n".join([*(one.line for one in ran), *(f"{name}: {text}" for name, text in refused.items())]))
     if all(one.result is None for one in ran):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sim.commands.declaring import Option, takes
+from sim.commands.declaring import Option, answer, takes
 from sim.commands.options import JSON, TRUST
 from sim.commands.repeating import repeated_run
 
@@ -66,7 +66,7 @@ def export(
         exported.write(out)
     if options["json"]:
         figures = {key: value for key, value in asdict(exported).items() if key != "text"}
-        print(to_json({**figures, "fits": exported.fits, **({"out": out} if out else {"text": exported.text})}))
+        answer(to_json({**figures, "fits": exported.fits, **({"out": out} if out else {"text": exported.text})}))
     elif out:
         print("\n".join([*lines, f"wrote {out}"]))
     else:
@@ -79,7 +79,7 @@ def _refuse(exported: Exported, lines: Sequence[str], json: bool) -> None:
     from sim.outputs import to_json
 
     if json:
-        print(to_json({**asdict(exported), "fits": exported.fits}))
+        answer(to_json({**asdict(exported), "fits": exported.fits}))
     else:
         nearest = [f"    {line}" for line in exported.text.splitlines()] or ["    no option at all"]
         said = [*lines, "The nearest:", *nearest, "Nothing is written; --nearest writes it."]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextvars import ContextVar
 from types import UnionType
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, TextIO, get_args, get_origin
 
 from typer.core import TyperCommand, TyperGroup
 
@@ -41,7 +44,9 @@ def takes(*options: Option) -> Callable[[Callable[..., None]], Callable[..., Non
     def declare(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def call(*args: Any, **given: Any) -> None:
-            command(*args, **{o.name: given.pop(o.name, o.default) for o in options}, **given)
+            chosen = {o.name: given.pop(o.name, o.default) for o in options}
+            with _answers_alone() if chosen.get("json") else nullcontext():
+                command(*args, **chosen, **given)
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -52,6 +57,26 @@ def takes(*options: Option) -> Callable[[Callable[..., None]], Callable[..., Non
         return call
 
     return declare
+
+
+_answers: ContextVar[TextIO | None] = ContextVar("answers", default=None)
+"""Where answers go while whatever else is printed goes to standard error."""
+
+
+@contextmanager
+def _answers_alone() -> Iterator[None]:
+    """Standard output is for answers meanwhile: what a policy of one's own prints goes to standard error."""
+    token = _answers.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _answers.reset(token)
+
+
+def answer(text: str) -> None:
+    """Print what a command was asked for."""
+    print(text, file=_answers.get() or sys.stdout)
 
 
 def defaults(options: Collection[Option]) -> dict[str, Any]:

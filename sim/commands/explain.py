@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sim.commands.advise import SECONDS
-from sim.commands.declaring import takes
+from sim.commands.declaring import answer, takes
 from sim.commands.options import JSON, TRUST
 from sim.commands.repeating import repeated_run
 
@@ -33,4 +33,4 @@ def explain(
     found = explained(
         first.result, against, trace=first.trace, seconds=options["seconds"], seed=first.seed, **first.limit
     )
-    print(to_json(found.as_dict()) if options["json"] else found.text().rstrip())
+    answer(to_json(found.as_dict()) if options["json"] else found.text().rstrip())

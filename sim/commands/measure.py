@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sim.commands.declaring import Option, takes
+from sim.commands.declaring import Option, answer, takes
 from sim.commands.options import ATTENTION, JSON, MODEL, SELECTED, platform_of, say
 
 
@@ -60,7 +60,7 @@ def validate(**options: Any) -> None:
     machine = platform_of(profile, None) if profile else None
     rows = compare_with_real(model, sequence=sequence, profile=machine, progress=say, **options)
     if json:
-        print(to_json([asdict(row) for row in rows]))
+        answer(to_json([asdict(row) for row in rows]))
         return
     print(aligned([HEADER, *as_table(rows)]))
     batch = next((row.batch for row in rows if row.batch), None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from fractions import Fraction
 from typing import Annotated, Any
 
 import typer
@@ -18,11 +16,11 @@ def _readable(budget: str | None) -> str | None:
     if budget is None:
         return None
     from sim.errors import UnitError
-    from sim.units import parse_bytes
+    from sim.units import parse_bytes, parse_share
 
     hint = ""
     try:
-        if (_share(budget) or parse_bytes(budget)) > 0:
+        if (parse_share(budget) or parse_bytes(budget)) > 0:
             return budget
     except UnitError as error:
         _, found, rest = str(error).partition(" (did you mean ")
@@ -341,11 +339,18 @@ def workload(options: dict[str, Any]) -> Any:
 
 def _given(options: dict[str, Any]) -> list[str]:
     """The axes of a model that were given on the command line, or that the command chose, and not as in the default."""
-    chosen = set(options.get("chosen", ()))
-    if "ctx" in options:
+    if "ctx" not in options:  # a saved run, which has those alone
+        chosen = {axis.name for axis in AXES if options.get(axis.name) is not None}
+    else:
         sources = {axis.name: options["ctx"].get_parameter_source(axis.name) for axis in AXES}
-        chosen |= {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+        chosen = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+        chosen |= set(options.get("chosen", ()))
     return [a.name for a in AXES if a.name in chosen and (a in (BATCH, SEQ) or options[a.name] != a.default)]
+
+
+def _not_given(options: dict[str, Any]) -> set[str]:
+    """The axes of which a function has its own."""
+    return {axis.name for axis in AXES} - set(_given(options))
 
 
 def _refuse_axes(ctx: typer.Context, but: Collection[str]) -> None:
@@ -358,24 +363,10 @@ def _refuse_axes(ctx: typer.Context, but: Collection[str]) -> None:
 
 
 def budget_of(budget: str | None, trace: Any, platform: Any) -> int | None:
-    """The bytes of a budget; a part such as "80%" is one of the unconstrained peak, as in sweeps."""
-    if budget is None:
-        return None
-    from sim.units import parse_bytes
+    """The bytes of a budget, None where none is given."""
+    from sim.experiment import budget_of as bytes_of
 
-    share = _share(budget)
-    if share is None:
-        return parse_bytes(budget)
-    from sim.analysis.peak_memory import home_peak
-    from sim.experiment import reference_run
-
-    return int(share * home_peak(reference_run(trace, platform)))
-
-
-def _share(budget: str) -> Fraction | None:
-    """The fraction that a text such as "80%" names, None for any other text."""
-    found = re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,6})?)\s*%\s*", budget, re.ASCII)
-    return Fraction(found[1]) / 100 if found else None
+    return None if budget is None else bytes_of(budget, trace, platform)
 
 
 def platform_of(profile: str, changes: list[str] | None) -> Any:
@@ -487,11 +478,9 @@ def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iter
         "time_limit",
         "most_actions",
         *(MADE_OF if options["trace"] else ()),
+        *(_not_given(options) if options["model"] and is_reference(options["model"]) else ()),
     )
     said = {k: value for k, value in options.items() if value is not None and k not in beside}
-    if options["model"] and is_reference(options["model"]):  # a step has what was given, and its own defaults
-        left = {axis.name for axis in AXES} - set(_given(options))
-        said = {key: value for key, value in said.items() if key not in left}
     asked = {k: value for k, value in said.items() if value is not False or k in NEGATED}
     assumed = {fact.path: fact.text for fact in platform.assumed}
     return {

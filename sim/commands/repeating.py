@@ -46,8 +46,9 @@ def read_saved(path: Path, *needed: str) -> dict[str, Any]:
         words = value if kind is list and isinstance(value, list) else []
         if not (value is None or type(value) is kind) or not all(isinstance(word, str) for word in words):
             raise TiersimError(f"{path}: asked.{key}: expected {kind.__name__}, not {value!r}")
-    own = is_reference(asked.get("model"))  # a step has a batch and a length of its own
-    for key in () if asked.get("trace") else ("model",) if own else ("model", "batch", "seq"):
+    for key in (
+        () if asked.get("trace") else ("model",) if is_reference(asked.get("model")) else ("model", "batch", "seq")
+    ):
         if asked.get(key) is None:
             raise TiersimError(f"{path}: asked.{key}: is missing, and no trace is named")
     return found
@@ -73,7 +74,7 @@ def checked_job(
     objections += [] if objections else _too_divided(options, trust)
     if objections:
         return objections, None
-    job = job_of({**options, "chosen": [name for name, value in options.items() if value is not None]})
+    job = job_of(dict(options))
     objections = trust.too_long(len(job[1].op_columns.name), options["iterations"])
     return objections, None if objections else job
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sim.commands.declaring import FORMATS, Option, defaults, takes
+from sim.commands.declaring import FORMATS, Option, answer, defaults, takes
 from sim.commands.options import (
     BUDGET,
     JOBS,
@@ -37,6 +37,7 @@ from sim.limits import RUN_SECONDS, SECONDS, calling
 
 if TYPE_CHECKING:
     from sim.comparison import Comparison
+    from sim.experiment import Result
 
 WRITTEN = "name, path/to/file.py:Class, or several: 'zero_offload + rotor(slots=200)'"
 POLICY = Option(
@@ -104,8 +105,10 @@ def _what_fits(options: Mapping[str, Any]) -> str:
     """The command that finds what fits where a run does not, "" where its layout cannot be asked for there."""
     if any(options[name] != default for name, default in defaults(LAYOUT).items()):
         return ""
+    from workloads.steps import is_reference
+
     usual: dict[str, Any] = {option.name: option.default for option in (PROFILE, *WORKLOAD, BUDGET, SET)}
-    if options["model"]:  # without a batch `advise` chooses one
+    if options["model"] and not is_reference(options["model"]):  # without a batch `advise` chooses one
         usual["batch"] = None
     asked = {name: value for name, value in options.items() if name in usual and value and value != usual[name]}
     return command_with("advise", asked)
@@ -119,11 +122,6 @@ def run(ctx: typer.Context, **options: Any) -> None:
     from sim.errors import Deadlock, Infeasible
     from sim.experiment import simulate
     from sim.outputs import check_folder, to_json, write_analyses, write_run
-    from sim.pages import run_notes
-    from sim.report.analyses import analysis_text
-    from sim.report.footer import Footer
-    from sim.report.table import print_summary
-    from sim.trace.described import workload_text
 
     policy, out, json = options["policy"], options["out"], options["json"]
     asked = {name: analysis(name) for name in options["analysis"] or ()}
@@ -138,38 +136,50 @@ def run(ctx: typer.Context, **options: Any) -> None:
             result.summary()  # asks the policy, too, and must not do so when half of the folder has been written
     except (Infeasible, Deadlock) as error:
         if folder and (attempt := getattr(error, "attempt", None)) is not None:
-            for path in write_run(attempt, folder, about=about_run({"ctx": ctx, **options}, platform, work, [policy])):
+            for path in write_run(attempt, folder, about=about_run({**options, "ctx": ctx}, platform, work, [policy])):
                 say(f"wrote {path}")
         if isinstance(error, Infeasible) and (command := _what_fits(options)):
             error.add_note(f"what fits: {command}")
         if json:
             (row,) = run_all(work, platform, [(policy, given)], **how).rows
-            print(to_json({**row, "policy": policy}))
+            answer(to_json({**row, "policy": policy}))
         raise
     if options["bound"]:
         result = result.with_bound()
-    about = about_run({"ctx": ctx, **options}, platform, work, [policy])
+    about = about_run({**options, "ctx": ctx}, platform, work, [policy])
     more = {name: as_records(of(result.log)) for name, of in asked.items()}
-    if folder:
-        for path in (*write_run(result, folder, about=about), *write_analyses(more, folder)):
-            say(f"wrote {path}")
-    near = result.bound.record(result.log) if result.bound else {}
-    if json:
-        print(to_json({"policy": policy, **result.summary(), **near, **({"analyses": more} if more else {})}))
-    else:
-        warm_up = len(result.warm_up)
-        notes = run_notes(result)
-        footer = Footer(
-            result.platform,
-            warm_up=warm_up,
-            command=command_line(),
-            workload=workload_text(work.meta),
-            trace=work,
-            notes=notes,
-        )
-        print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, footer=footer)
-        for name, records in more.items():
-            print(f"\n{analysis_text(name, records)}")
+    try:
+        if folder:
+            for path in (*write_run(result, folder, about=about), *write_analyses(more, folder)):
+                say(f"wrote {path}")
+    finally:  # a folder that can't be written loses nothing of what was run
+        near = result.bound.record(result.log) if result.bound else {}
+        if json:
+            answer(to_json({"policy": policy, **result.summary(), **near, **({"analyses": more} if more else {})}))
+        else:
+            _show(result, policy, work, more)
+
+
+def _show(result: Result, policy: str, work: Any, more: Mapping[str, Any]) -> None:
+    """Print a run's figures, and those of analyses by name."""
+    from sim.pages import run_notes
+    from sim.report.analyses import analysis_text
+    from sim.report.footer import Footer
+    from sim.report.table import print_summary
+    from sim.trace.described import workload_text
+
+    warm_up, notes = len(result.warm_up), run_notes(result)
+    footer = Footer(
+        result.platform,
+        warm_up=warm_up,
+        command=command_line(),
+        workload=workload_text(work.meta),
+        trace=work,
+        notes=notes,
+    )
+    print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, footer=footer)
+    for name, records in more.items():
+        print(f"\n{analysis_text(name, records)}")
 
 
 @takes(*COMPARED)
@@ -244,15 +254,17 @@ def _present(comparison: Comparison, options: dict[str, Any], command: str, limi
         limited, warm_up=warm_up, command=command, workload=workload_text(work.meta), trace=work, notes=notes
     )
     brief = replace(footer, brief=not options["notes"])
-    if folder:
-        text = comparison_text(comparison.rows, footer=footer)
-        about = about_run(options, platform, work, [row["policy"] for row in comparison.rows])
-        for path in write_comparison(comparison, folder, about=about, text=text, figures=options["figures"] or ""):
-            say(f"wrote {path}")
-    if options["json"]:
-        print(to_json([dict(row) for row in comparison.rows]))
-    else:
-        print_comparison(comparison.rows, footer=brief)
+    try:
+        if folder:
+            text = comparison_text(comparison.rows, footer=footer)
+            about = about_run(options, platform, work, [row["policy"] for row in comparison.rows])
+            for path in write_comparison(comparison, folder, about=about, text=text, figures=options["figures"] or ""):
+                say(f"wrote {path}")
+    finally:  # as for one run
+        if options["json"]:
+            answer(to_json([dict(row) for row in comparison.rows]))
+        else:
+            print_comparison(comparison.rows, footer=brief)
 
 
 DEMO = {
@@ -306,6 +318,6 @@ def check(
     how = {"examples": options["examples"], "seed": options["seed"], "time_limit_s": options["time_limit"]}
     how["folder"] = options["out"]
     report, text = checked(policy, parameters(options["param"]), **how)
-    print(to_json(report) if options["json"] else text)
+    answer(to_json(report) if options["json"] else text)
     if not report["passed"]:
         raise typer.Exit(1)

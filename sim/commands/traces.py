@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sim.commands.declaring import Option, takes
+from sim.commands.declaring import Option, answer, takes
 from sim.commands.options import (
     AXES,
     BUDGET,
@@ -44,7 +44,7 @@ def build(**options: Any) -> None:
     out, json = options["out"], options["json"]
     work = workload({**options, "trace": None})
     save(work, _trace_file(out))
-    print(trace_page(work, json) if not json else to_json({"path": out, "hash": work.content_hash}))
+    answer(trace_page(work, json) if not json else to_json({"path": out, "hash": work.content_hash}))
 
 
 def show(path: Annotated[str, typer.Argument(help="trace file")], json: Json = False) -> None:

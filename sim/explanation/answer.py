@@ -79,6 +79,9 @@ class Explanation:
             "text": self.text().splitlines(),
         }
 
+    def __repr__(self) -> str:
+        return self.text().rstrip("\n")
+
     def text(self) -> str:
         """The explanation in words."""
         return "\n\n".join("\n".join(lines) for lines in blocks(self)) + "\n"

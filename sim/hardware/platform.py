@@ -389,6 +389,13 @@ class Platform:
     def _routes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         return {}
 
+    @cached_property
+    def _links_from(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for i, link in enumerate(self.links):
+            found.setdefault(link.source, []).append(i)
+        return found
+
     def _find_route(self, source: str, target: str) -> tuple[int, ...]:
         best: dict[str, tuple[int, int, tuple[int, ...]]] = {source: (0, 0, ())}
         frontier = [source]
@@ -396,14 +403,13 @@ class Platform:
             reached = []
             for here in frontier:
                 hops, fixed, path = best[here]
-                for i, link in enumerate(self.links):
-                    if link.source != here:
-                        continue
+                for i in self._links_from.get(here, ()):
+                    link = self.links[i]
                     step = (hops + 1, fixed + link.fixed, (*path, i))
                     if link.target not in best or step < best[link.target]:
                         best[link.target] = step
                         reached.append(link.target)
-            frontier = reached
+            frontier = [] if target in best else reached
         return best[target][2] if target in best else ()
 
     def pace(self, route: tuple[int, ...]) -> Pace:

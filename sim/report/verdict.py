@@ -58,7 +58,7 @@ def does(row: Row, *, binary: bool = False) -> str:
 
 
 def difference(row: Row, other: Row) -> list[str]:
-    """What `other` spends more than `row`, largest first: "320 ms more recomputation"."""
+    """What `other` spends more than `row`, and then less, the largest first: "320 ms more recomputation"."""
     parts = {
         what: total(other.get(key) or 0) - total(row.get(key) or 0)
         for key, what in (
@@ -67,8 +67,11 @@ def difference(row: Row, other: Row) -> list[str]:
             ("codec_ns", "compressing"),
         )
     }
-    worth = max(1, abs(other["makespan_ns"] - row["makespan_ns"])) / 20
-    ranked = sorted(parts.items(), key=lambda part: -abs(part[1]))
+    if "compute_ns" in row and "compute_ns" in other:
+        parts["computing"] = total(other["compute_ns"]) - total(row["compute_ns"])
+    apart = other["makespan_ns"] - row["makespan_ns"]
+    worth, sign = max(1, abs(apart)) / 20, -1 if apart < 0 else 1  # first what makes it slower, or faster
+    ranked = sorted(parts.items(), key=lambda part: (part[1] * sign <= 0, -abs(part[1])))
     return [f"{clock(abs(ns))} {'more' if ns > 0 else 'less'} {what}" for what, ns in ranked if abs(ns) > worth]
 
 

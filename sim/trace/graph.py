@@ -130,5 +130,6 @@ class Trace(Graph):
         return hash(self.content_hash)
 
     def __repr__(self) -> str:
-        label = self.meta.get("model", "trace")
-        return f"<Trace {label}: {len(self.ops)} ops, {len(self.tensors)} tensors>"
+        words = [str(self.meta.get("model", "trace"))]
+        words += [f"{key} {self.meta[key]}" for key in ("batch", "sequence", "precision") if key in self.meta]
+        return f"<Trace {', '.join(words)}: {len(self.op_columns.name)} ops, {len(self.tensor_columns.name)} tensors>"

@@ -25,6 +25,7 @@ from tests.applying import models  # noqa: E402
 from tests.applying.models import MODELS, module_from, trained  # noqa: E402
 from tests.validation.oracle import machine  # noqa: E402
 from workloads import transformer  # noqa: E402
+from workloads.steps import training_step  # noqa: E402
 
 trace_of = cache(models.trace_of)
 
@@ -242,6 +243,49 @@ def test_what_a_plan_means_is_read_from_its_run(name, policy, share, modules, mo
         assert [path for entry in file.PLAN for path in entry["modules"]] == modules
     assert tracked(name, file.apply, monkeypatch) == pytest.approx(found.cost.peak_bytes, rel=0.01)
     same_values(name, file.apply)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def first(batch=4):
+    optimizer.zero_grad()
+    model(torch.randn(batch, 8, 32)).backward()
+    optimizer.step()
+
+
+def last(batch=4):
+    model(torch.randn(batch, 8, 32)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("policy", ["selective_recompute", "swap_all", "full_recompute"])
+def test_where_gradients_are_freed_changes_nothing_of_what_is_wrapped(tmp_path, policy):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    plans = []
+    for step in ("first", "last"):
+        trace = training_step(f"{tmp_path / 'script.py'}:{step}")
+        plans.append(module_from(export(simulate(trace, machine(), policy), "torch").text).PLAN)
+    assert plans[0] == plans[1] != []
 
 
 UNLIKE = [
