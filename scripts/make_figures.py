@@ -19,10 +19,9 @@ PACKAGE = ROOT / "sim" / "analysis" / "__init__.py"
 
 LINE = 120
 PACKAGE_DOCSTRING = '''\
-"""What a run's log says: each analysis reads the log alone and gives a small frozen record or a table.
+"""What a run's log says: each analysis reads the log alone and gives a small frozen record or a table."""
 
-Made by `scripts/make_figures.py`: the public names of the files of this folder.
-"""
+# Made by scripts/make_figures.py: the public names of the files of this folder.
 '''
 
 TEXT = """# Figures and analyses

@@ -48,6 +48,8 @@ def page(data: Mapping[str, Any], language: str) -> str:
     """The page as text."""
     template = Path(study.__file__).with_name(f"{language}.md").read_text(encoding="utf-8")
     text = template.format(**facts(data, WORDS[language]))
+    for name, said in WORDS[language]["named"].items():
+        text = text.replace(name, said)
     return text if language == "zh" else wrapped(text)
 
 

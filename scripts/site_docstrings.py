@@ -13,6 +13,8 @@ from typing import Any
 import griffe
 
 LABEL = re.compile(r"(Source|Bounds|Departs|Notes(?: of the plan)?): |(Raises) ")
+ITEM = "- "
+EMPHASIS = re.compile(r"(?<![\w*])\*(\w(?:[\w -]*\w)?)\*(?![\w*])")
 INLINE = re.compile(r"(`+[^`]*`+)")
 
 
@@ -34,11 +36,17 @@ def _paragraph(text: str, names: frozenset[str]) -> str:
     if _is_code(text):
         return _code(dedent("\n".join(lines)))
     parts: list[list[str]] = [[]]
-    for line in lines:
-        if LABEL.match(line):
+    for before, line in zip(["", *lines], lines, strict=False):
+        is_item, indented = line.lstrip().startswith(ITEM), len(line) - len(line.lstrip())
+        ends = parts[-1][:1] and parts[-1][0].startswith(ITEM) and before and not indented
+        if LABEL.match(line) or is_item or ends:
             parts.append([])
         parts[-1].append(line.strip())
-    return "\n\n".join(_labelled(_joined(part), names) for part in parts if part)
+    shown = [(part[0].startswith(ITEM), _labelled(_joined(part), names)) for part in parts if part]
+    text = ""
+    for number, (is_item, part) in enumerate(shown):
+        text += ("" if not number else "\n" if is_item and shown[number - 1][0] else "\n\n") + part
+    return text
 
 
 def _is_code(text: str) -> bool:
@@ -57,7 +65,13 @@ def _code(text: str) -> str:
 def _joined(lines: list[str]) -> str:
     """One line of a paragraph's, to be read as plain text but for code; a word broken at a hyphen keeps it."""
     parts = INLINE.split(re.sub(r"(?<=\w-)\n", "", "\n".join(lines)).replace("\n", " "))
-    return "".join(part if part.startswith("`") else part.replace("*", "\\*").replace("<", "&lt;") for part in parts)
+    return "".join(part if part.startswith("`") else _plain(part) for part in parts)
+
+
+def _plain(text: str) -> str:
+    """Text whose signs stand for themselves, but for words between asterisks."""
+    parts = EMPHASIS.split(text.replace("<", "&lt;"))
+    return "".join(f"*{part}*" if i % 2 else part.replace("*", "\\*") for i, part in enumerate(parts))
 
 
 def _labelled(text: str, names: frozenset[str]) -> str:

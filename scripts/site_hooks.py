@@ -37,6 +37,7 @@ HOW_TO = (
     "calibrate-and-validate",
 )
 READING = ("explain-a-run", "read-a-timeline", "report-page")
+CHINESE = "zh-Hans"
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
 
 
@@ -120,6 +121,16 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return markdown if here.startswith(("policies/", "reference/", "source/")) else relinked(markdown, here)
 
 
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """Say which language a page is in, for screen readers, hyphens and fonts."""
+    return output.replace('<html lang="en"', f'<html lang="{CHINESE}"', 1) if is_chinese(page.file.src_uri) else output
+
+
+def is_chinese(page: str) -> bool:
+    """Whether a page is a Chinese one."""
+    return page == "zh.md" or page.endswith(".zh.md")
+
+
 def _nav(written: dict[str, str], made: dict[str, str | bytes]) -> list[Any]:
     """The pages there are, in order; what is written and has no place of its own comes under "About"."""
 
@@ -138,7 +149,8 @@ def _nav(written: dict[str, str], made: dict[str, str | bytes]) -> list[Any]:
     placed = {"guide.md", *how_to}
     pages = ("model", "coverage", "validation", "recompute", "hybrid", "mt3000_layered", "demo")
     about = there(*(f"{name}.md" for name in pages))
-    about += sorted(page for page in written if page not in placed and page not in about)
+    about += sorted(page for page in written if page not in placed and page not in about and not is_chinese(page))
+    chinese = ["zh.md", *sorted(page for page in written if is_chinese(page))]  # apart: "next" keeps to one language
     by_family: dict[str, list[str]] = {}
     for name in names():
         title = site_pages.FAMILY_TITLES.get(family(name), family(name).capitalize())
@@ -151,5 +163,6 @@ def _nav(written: dict[str, str], made: dict[str, str | bytes]) -> list[Any]:
         {"Machines": under("machines")},
         {"Notebooks": under("notebooks")},
         {"Reference": [*reference, "reference/command-line.md"]},
-        {"About": [*about, {"中文": "zh.md"}]},
+        {"About": about},
+        {"中文": chinese},
     ]

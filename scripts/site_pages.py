@@ -124,7 +124,7 @@ def _policy(record: dict[str, Any]) -> str:
         inside = "\n".join(f"    {line}".rstrip() for line in _fence("python", code).splitlines())
         parts += [
             "## Source { data-search-exclude }",
-            f'??? abstract "{Path(path).relative_to(ROOT).as_posix()}"\n\n{inside}',
+            f'??? abstract "`{Path(path).relative_to(ROOT).as_posix()}`"\n\n{inside}',
         ]
     return "\n\n".join(parts)
 

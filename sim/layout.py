@@ -349,7 +349,7 @@ def _laid_out(
     check_division(trace, layout.tp, layout.sequence_parallel, layout.cp)
     check_context(trace, layout.cp)
     check_experts(trace, layout.ep)
-    layout = with_layers(trace, machine, layout)
+    asked, layout = layout, with_layers(trace, machine, layout)
     table = part_of_layer(trace, layout)
     trace = experts_apart(trace) if layout.ep > 1 else trace  # whose gradients others sum
     trace = divide_tokens(trace, layout.cp, layout.ring_attention)
@@ -365,7 +365,15 @@ def _laid_out(
     sharded = shard(divided, layout.dp, layout.zero, layout.reshard, layout.prefetch, layout.reshard_to or 1)
     sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)
+    sharded = _named(sharded, asked)
     return sharded, placed(machine, layout.pp, layout.dp, **axes)
+
+
+def _named(trace: Trace, layout: Layout) -> Trace:
+    """The trace with the layout in `meta["layout"]`: its devices, and its keys that are not their defaults."""
+    meta = {**trace.meta, "layout": {"devices": layout.devices, **layout.said()}}
+    columns = trace.tensor_columns, trace.op_columns
+    return Trace(*columns, outputs=trace.outputs, carry=trace.carry, meta=meta, origin=trace.origin, like=trace)
 
 
 def with_layers(

@@ -16,6 +16,7 @@ from sim.report.cells import approximate_lines, bound_lines, cancelled_lines, le
 from sim.report.footer import Footer
 from sim.report.page import RunView, SavedView, TableView, write_run_page, write_table_page
 from sim.rewrites.values import approximate
+from sim.trace.described import workload_text
 from sim.trace.graph import Trace
 from sim.trace.provenance import assumption_notes, workload_notes
 
@@ -186,7 +187,6 @@ def saved_table(
             *record.get("assumptions", assumption_notes(meta)),
             *bounds,
             *bound_lines(record.get("bound", ""), record["rows"]),
-            *(f"{row['policy']}: {line}" for row in ordered(record["rows"]) for line in cancelled_lines(row)),
             *left_out_lines(record["left_out"]),
         ],
         command=command,
@@ -202,9 +202,3 @@ def report_run(result: Run, path: str | os.PathLike[str], *, command: str = "") 
 def report_comparison(comparison: Compared, path: str | os.PathLike[str], *, command: str = "") -> Path:
     """Write the page of a comparison; see `Comparison.report`."""
     return write_table_page(comparison_view(comparison, command=command), path)
-
-
-def workload_text(meta: Mapping[str, Any]) -> str:
-    """A short description of a trace's workload."""
-    known = [f"{key} {meta[key]}" for key in ("batch", "sequence", "precision", "attention") if key in meta]
-    return ", ".join([str(meta.get("model", "trace")), *known])

@@ -18,6 +18,7 @@ SUMMARY = (
     *("moved_bytes", "overlap", "overlap_by_link", "samples_per_s", "tokens_per_s", "mfu", "hfu", "saved_fraction"),
     *("mean_saved_fraction", "overhead", "unlimited_ns", "unlimited_run", "energy_j", "counters"),
     "pinning_ns",
+    "priced_as",
     *("bubble", "exposed_ns", "binding_device", "stands_for", "fullest_bytes"),
     "exchanged_bytes",
 )

@@ -205,6 +205,22 @@ def test_each_written_page_is_found_from_the_first(site):
     assert sorted(path.name for path in set(site) - reached) == []
 
 
+def test_chinese_pages_say_so_and_follow_one_another(site):
+    texts = {path.name: path.read_text(encoding="utf-8") for path in site}
+    chinese = {name for name in texts if name.endswith(("zh.html", ".zh.html"))}
+    assert len(chinese) >= 3
+    for name, html in texts.items():
+        assert f'<html lang="{"zh-Hans" if name in chinese else "en"}"' in html, name
+    following = re.compile(r'<a href="([^"]+)" class="md-footer__link md-footer__link--next"')
+    leads = {name: Path(found[1]).name for name, html in texts.items() if (found := following.search(html))}
+    assert sum(name not in chinese and after in chinese for name, after in leads.items()) == 1  # into their part
+    assert not [name for name, after in leads.items() if name in chinese and after not in chinese]
+
+
+def test_the_source_of_a_policy_is_named_as_its_file_is(site):
+    assert "sim/policies/offload/zero_offload/__init__.py" in page_at(site, "policies/zero_offload.html").text
+
+
 def test_a_dead_link_would_be_found(tmp_path):
     first, second = tmp_path / "a.html", tmp_path / "b.html"
     first.write_text("<a href='b.html#there'>x</a><a href='b.html#gone'>x</a><img src='c.png'>")
@@ -238,6 +254,23 @@ Raises ValueError for x < 0.
         "```python\na = b * c",
         "d = a\n```",
     ]
+
+
+def test_lists_and_emphasis_of_a_docstring_are_some_on_the_site():
+    text = """It says *what* is computed, for *args and a * b.
+What it departs from:
+- One is *not known* at
+  all.
+- Two.
+Then prose again.
+
+- Three, by itself.
+"""
+    pytest.importorskip("griffe", reason="needs the extra `docs`")
+    assert importlib.import_module("scripts.site_docstrings").as_markdown(text) == (
+        r"It says *what* is computed, for \*args and a \* b. What it departs from:"
+        "\n\n- One is *not known* at all.\n- Two.\n\nThen prose again.\n\n- Three, by itself."
+    )
 
 
 # ---- the guide and the how-tos ------------------------------------------------------------------

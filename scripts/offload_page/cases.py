@@ -237,6 +237,19 @@ def factors() -> dict[str, dict[str, dict[str, str]]]:
     }
 
 
+@cache
+def own_values(factor: str) -> frozenset[str]:
+    """The values of a factor with which the machine is the one of its profile."""
+    plain = load_profile(LAYERS.profile)
+    parts = "tiers", "engines", "links", "pools"
+    machines = {
+        value: load_profile(LAYERS.profile, overrides=given) for value, given in factors().get(factor, {}).items()
+    }
+    return frozenset(
+        value for value, each in machines.items() if all(getattr(each, part) == getattr(plain, part) for part in parts)
+    )
+
+
 ADAM = {"0.06": 0.015, "0.2": 0.05, "1.4": 0.33}
 """CPU Adam, 1e9 parameters/s: the share of host memory's 120 GB/s that its 28 bytes per parameter reach."""
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from scripts.offload_page.cases import BASELINES, LAYERS, OWN, RESNET, STATES, TRANSFORMERS, factors, policies
+from scripts.offload_page.cases import (
+    BASELINES,
+    LAYERS,
+    OWN,
+    RESNET,
+    STATES,
+    TRANSFORMERS,
+    factors,
+    own_values,
+    policies,
+)
 from scripts.offload_page.measure import SHARES
 from scripts.offload_page.published import LARGEST, TFLOPS, tflops
 from scripts.offload_page.rules import rule_of
@@ -40,7 +50,7 @@ def blocks(rows: Rows) -> dict[str, str]:
         "machines": f"{platforms_said(rows['platforms'])}\n\n{platforms_table(rows['platforms'])}",
         "pinning": pinning_table(rows["own"]),
         "published": "\n".join(published_said(row) for row in rows["published"]),
-        "not measured": ", ".join(f"`{name}`" for name in unmeasured(rows)) or "none",
+        "not measured": not_measured(unmeasured(rows)),
     }
 
 
@@ -85,6 +95,13 @@ def unmeasured(rows: Rows) -> list[str]:
     """Policies of the registry that have no row on their own workload."""
     have = {row["policy"] for row in rows["own"]}
     return [name for name in policies() if name not in have]
+
+
+def not_measured(names: Sequence[str]) -> str:
+    """The sentence on policies without rows."""
+    if not names:
+        return "Every policy of the registry has cells."
+    return f"Policies of the registry without cells yet: {', '.join(f'`{name}`' for name in names)}."
 
 
 def cells(rows: Iterable[Row], **keys: Any) -> list[Row]:
@@ -188,6 +205,9 @@ def degrading(rows: Sequence[Row]) -> str:
         width = {name: high - low for name, (low, high) in spread.items()}
         worst = max(width, key=lambda name: (width[name], name))
         flat = sum(one <= 0.005 for one in width.values())
+        if flat == len(width):
+            lines.append(f"* **{factor}.** None of {flat} changes by more than half a point.")
+            continue
         lines.append(
             f"* **{factor}.** `{worst}` changes most, from {percent(spread[worst][0])} to"
             f" {percent(spread[worst][1])} %; {flat} of {len(width)} by half a point at most."
@@ -356,8 +376,7 @@ def factor_table(factor: str, rows: Sequence[Row]) -> str:
     """Time added per policy and value of one factor."""
     here = cells(rows, factor=factor)
     values = list(dict.fromkeys(row["value"] for row in here))
-    default = [value for value in values if not factors().get(factor, {}).get(value, {"": ""})]
-    header = [f"{factor}", *(f"**{value}**" if value in default else value for value in values)]
+    header = [f"{factor}", *(f"{value} †" if value in own_values(factor) else value for value in values)]
     lines = []
     for name in sorted(dict.fromkeys(row["policy"] for row in here)):
         own = {row["value"]: row for row in cells(here, policy=name)}

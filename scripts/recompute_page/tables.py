@@ -53,7 +53,7 @@ def overheads(result: Results) -> str:
     """Time added per policy and budget, with the bound first and the best in bold."""
     peak = result.job["peak_bytes"]
     head = ["policy", *(f"{budget / 1e9:.1f} GB<br>{budget / peak:.0%}" for budget in result.budgets)]
-    head += ["smallest", "above the bound", "planner s", "solver"]
+    head += ["smallest", "above the bound", "planner, s", "solver"]
     rows = [["*proven bound*", *(percent(result.bound(b)) for b in result.budgets), size(result.job["floor_bytes"])]]
     rows[0] += [NONE] * 3
     best = {budget: result.winner(budget)[0] for budget in result.budgets}
@@ -141,7 +141,7 @@ def winners(result: Results) -> str:
 
 def deep(rows: Sequence[Mapping[str, Any]]) -> str:
     """Planning and replaying on the deep trace."""
-    head = ("policy", "planner s", "planner and replay s", "")
+    head = ("policy", "planner, s", "planner and replay, s", "")
     shown = [
         [
             f"`{row['label']}`",

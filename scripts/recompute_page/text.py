@@ -93,7 +93,7 @@ def _job(result: Results) -> str:
 COLUMNS = """\
 Time added in percent of the iteration without a limit, at each budget (GB, and as a part of the peak without a
 limit). Of a policy with several sets of parameters the fastest that fits counts. Bold: the fastest. ✗: does not fit.
-*smallest*: the least peak found. *above the bound*: median over the budgets that fit, in points. *planner s*: median
+*smallest*: the least peak found. *above the bound*: median over the budgets that fit, in points. *planner, s*: median
 wall time of planning, on a machine with other work on it; [how fast it is](performance.md) has times that are measured
 together. *solver*: what the solver said of its plan, and how often; only `optimal` is proven, and
 `feasible` without a limit is an answer over stages or by rounding. A gap is the solver's own. †: does more than drop

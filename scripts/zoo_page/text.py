@@ -15,7 +15,7 @@ def blocks(rows: Sequence[Row], versions: Mapping[str, str]) -> dict[str, str]:
     """What stands between the marks of the page, by their names."""
     return {
         "said": said(rows),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "versions": f"Captured with {', '.join(f'{name} {version}' for name, version in versions.items())}.",
         "steps": table(rows),
         "differing": differing(rows),
     }

@@ -180,7 +180,7 @@ class Trials:
         ((id, each),) = self._cells([(asked, [policy], {})], NOTHING).items()
         if id not in self.rows:
             outcome = self._bench.run({**each.cell.task, "time_limit_s": None})
-            self.rows[id] = _fullest({**each.cell.labels, **outcome["row"], **outcome["ran"]})
+            self.rows[id] = {**each.cell.labels, **outcome["row"], **outcome["ran"]}
         return self.rows[id]
 
     def _each(
@@ -213,7 +213,7 @@ class Trials:
                     waiting.discard(id)
                     if STOPPED in outcome["ran"]:
                         continue
-                    self.rows[id] = _fullest({**cell.labels, **tags, **outcome["row"], **outcome["ran"]})
+                    self.rows[id] = {**cell.labels, **tags, **outcome["row"], **outcome["ran"]}
                     done += 1
                     if self.on_row:
                         self.on_row(self.rows[id], done, done + len(waiting))
@@ -257,11 +257,6 @@ class Trials:
         """End the processes."""
         if self._pool:
             self._pool.close()
-
-
-def _fullest(row: Row) -> Row:
-    """The row with the peak of the fullest of several devices as its peak."""
-    return {**row, "peak_bytes": row["fullest_bytes"]} if row.get("fullest_bytes") is not None else row
 
 
 def fits(row: Row) -> bool:

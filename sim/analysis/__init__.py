@@ -1,7 +1,6 @@
-"""What a run's log says: each analysis reads the log alone and gives a small frozen record or a table.
+"""What a run's log says: each analysis reads the log alone and gives a small frozen record or a table."""
 
-Made by `scripts/make_figures.py`: the public names of the files of this folder.
-"""
+# Made by scripts/make_figures.py: the public names of the files of this folder.
 
 from sim.analysis.bounds import Bounds, bounds
 from sim.analysis.bubbles import Bubbles, bubbles
@@ -12,6 +11,7 @@ from sim.analysis.pareto import pareto, pareto_front
 from sim.analysis.peak_memory import (
     Holder,
     Peak,
+    fullest_home,
     home_peak,
     mean_bytes,
     memory_over_time,
@@ -21,6 +21,7 @@ from sim.analysis.peak_memory import (
     roles_over_time,
 )
 from sim.analysis.pinning import Pinning, pinning
+from sim.analysis.priced_as import Pricing, priced_as
 from sim.analysis.residence import residence
 from sim.analysis.stages import Stage, stages
 from sim.analysis.stalls import Stalls, stalls, stalls_by_op
@@ -37,6 +38,7 @@ __all__ = [
     "Overlap",
     "Peak",
     "Pinning",
+    "Pricing",
     "Reference",
     "Stage",
     "Stalls",
@@ -44,6 +46,7 @@ __all__ = [
     "bounds",
     "bubbles",
     "fragmentation",
+    "fullest_home",
     "home_peak",
     "lifetimes",
     "mean_bytes",
@@ -55,6 +58,7 @@ __all__ = [
     "peak_memory",
     "peaks_by_phase",
     "pinning",
+    "priced_as",
     "residence",
     "roles_over_time",
     "samples_in",

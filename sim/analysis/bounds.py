@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.analysis.lanes import MOVE
-from sim.analysis.peak_memory import peak_bytes
+from sim.analysis.peak_memory import fullest_home, peak_bytes
 from sim.hardware.cost import OpTimes, op_times
 from sim.hardware.ideal import load_and_path
 from sim.hardware.transfer_time import transfer_ns
@@ -53,11 +53,11 @@ class Bounds:
 
 
 def bounds(log: EventLog, tier: str | None = None) -> Bounds:
-    """Bounds for a run; those on memory are for `tier`, by default the home tier of device 0.
+    """Bounds for a run; those on memory are for `tier`, by default the home tier of the fullest device.
 
     Raises ProfileError on an unknown tier.
     """
-    name = log.platform.home(0).name if tier is None else log.platform.tier(tier).name
+    name = fullest_home(log).name if tier is None else log.platform.tier(tier).name
     times = op_times(log.trace, log.platform)
     load, path = load_and_path(log.trace, log.platform, times)
     transfer = _transfer_ns(log, times)

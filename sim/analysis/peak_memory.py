@@ -17,6 +17,8 @@ from sim.trace.tensor import ROLES
 if TYPE_CHECKING:
     import pandas as pd
 
+    from sim.hardware.platform import Tier
+
 T = TypeVar("T")
 
 MOVED_IN, CALLED_OFF = CAUSE["moved in"], CAUSE["called off"]
@@ -111,7 +113,7 @@ def _kept(log: EventLog, key: object, make: Callable[[], T]) -> T:
 
 
 def mean_bytes(log: EventLog, tier: str | None = None) -> int:
-    """The bytes of a tier averaged over the run's time, by default of the home tier of device 0; rounded down.
+    """The bytes of a tier averaged over the time of the run, rounded down; by default of the fullest device's home.
 
     vDNN (Rhu et al. 2016) calls it average memory usage.
     """
@@ -127,14 +129,23 @@ def _mean(log: EventLog, tier: str | None) -> int:
     return int(math.fsum((used.astype(float) * lasting).tolist()) / log.end)
 
 
+def fullest_home(log: EventLog) -> Tier:
+    """The home tier of the device of the trace that held most at its peak, of the first of equal ones.
+
+    Every device has to hold its part, so that a single figure of several devices is that of the fullest one.
+    """
+    peaks = peak_bytes(log)
+    homes = [log.platform.home(device) for device in range(log.trace.devices)]
+    return max(homes, key=lambda home: peaks[home.name])  # `max` takes the first
+
+
 def home_peak(log: EventLog) -> int:
     """The most bytes that the home tier of any device held."""
-    peaks = peak_bytes(log)
-    return max(peaks[log.platform.home(device).name] for device in range(log.trace.devices))
+    return peak_bytes(log)[fullest_home(log).name]
 
 
 def peak_memory(log: EventLog, tier: str | None = None, *, largest: int = 10) -> Peak:
-    """The peak of one tier, by default the home tier of device 0.
+    """The peak of one tier, by default the home tier of the fullest device.
 
     largest: how many tensors to name. Raises ProfileError on an unknown tier.
     """
@@ -173,7 +184,7 @@ def peak_memory(log: EventLog, tier: str | None = None, *, largest: int = 10) ->
 
 
 def peaks_by_phase(log: EventLog, tier: str | None = None, *, unit: int = 1) -> dict[str, int]:
-    """The most bytes in a tier within each phase, by default in the home tier of device 0.
+    """The most bytes in a tier within each phase, by default in the home tier of the fullest device.
 
     unit: every tensor is rounded up to a multiple of so many bytes, as an allocator does.
 
@@ -206,7 +217,7 @@ def roles_over_time(log: EventLog, tier: str | None = None) -> pd.DataFrame:
 
 
 def _tier_rows(log: EventLog, tier: str | None) -> tuple[str, Ints]:
-    name = log.platform.home(0).name if tier is None else log.platform.tier(tier).name
+    name = fullest_home(log).name if tier is None else log.platform.tier(tier).name
     rows = _held(log)
     return name, rows[log.change("tier")[rows] == log.platform.tier_ids[name]]
 

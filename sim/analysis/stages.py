@@ -8,7 +8,7 @@ import numpy as np
 
 from sim.analysis.figure import Figure, Reference
 from sim.analysis.lanes import MOVE, STALL, on_main, overlap_ns, total_ns
-from sim.analysis.peak_memory import peak_bytes
+from sim.analysis.peak_memory import home_peak, peak_bytes
 from sim.log import STALLS, EventLog, Ints
 
 
@@ -94,8 +94,7 @@ def _stands_for(log: EventLog, _: Reference | None) -> int:
 
 
 def _fullest(log: EventLog, _: Reference | None) -> int:
-    peaks = peak_bytes(log)
-    return max(peaks.get(log.platform.home(device).name, 0) for device in range(log.trace.devices))
+    return home_peak(log)
 
 
 def _binding(log: EventLog, _: Reference | None) -> str | None:
@@ -129,7 +128,11 @@ FIGURES = {
         "number", "devices it stands for", "those of the trace, times the equal ranks of each", 61, of=_stands_for
     ),
     "fullest_bytes": Figure(
-        "bytes", "peak of the fullest device", "most bytes that the home tier of any device held", 11, of=_fullest
+        "bytes",
+        "peak of the fullest device",
+        "as `peak_bytes`, under the name that studies of layouts gave it first",
+        11,
+        of=_fullest,
     ),
     "exchanged_bytes": Figure(
         "bytes",

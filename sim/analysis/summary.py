@@ -11,7 +11,7 @@ import numpy as np
 from sim.analysis.figure import Figure, Reference
 from sim.analysis.lanes import CODEC, RECOMPUTE, RUN, energy_j
 from sim.analysis.overlap import overlap
-from sim.analysis.peak_memory import mean_bytes, peak_bytes
+from sim.analysis.peak_memory import fullest_home, home_peak, mean_bytes, peak_bytes
 from sim.analysis.registry import declared_figures
 from sim.analysis.stalls import stalls
 from sim.analysis.traffic import traffic
@@ -37,16 +37,18 @@ class Summary:
     """
 
     peak_bytes: Annotated[
-        int, Figure("bytes", "peak memory", "most bytes held by the home tier of device 0", 10, (2, "peak"))
+        int, Figure("bytes", "peak memory", "most bytes that the home tier of any device held", 10, (2, "peak"))
     ]
-    mean_bytes: Annotated[int, Figure("bytes", "memory averaged over time", "of the home tier of device 0", 14)]
+    mean_bytes: Annotated[
+        int, Figure("bytes", "memory averaged over time", "of the home tier of the fullest device", 14)
+    ]
     peak_by_tier: Annotated[dict[str, int], Figure("bytes", "peak of each tier", "most bytes that each tier held", 12)]
     reserved_bytes: Annotated[
         dict[str, int],
         Figure("bytes", "reserved by allocators", "the most that caching allocators reserved, by tier", 13),
     ]
     capacity_bytes: Annotated[
-        int, Figure("bytes", "capacity", "of the home tier of device 0, or the budget in its place", 11)
+        int, Figure("bytes", "capacity", "of the home tier of the fullest device, or the budget in its place", 11)
     ]
     fits: Annotated[bool, Figure("flag", "fits", "it ended, and no tier held more than its capacity", 1, (0, "fits"))]
     complete: Annotated[bool, Figure("flag", "ran to its end", "whether every op ran", 2)]
@@ -138,13 +140,13 @@ def summarize(log: EventLog, reference: Reference | EventLog | None = None) -> S
     if isinstance(reference, EventLog):
         reference = Reference(reference, reference.end)
     platform, peaks, time = log.platform, peak_bytes(log), stalls(log)
-    home, hidden = platform.home(0), overlap(log)
+    home, hidden = fullest_home(log), overlap(log)
     mfu, hfu = _utilisations(log)
     mean = mean_bytes(log)
     on_lanes = time.compute_ns + time.recompute_ns + time.codec_ns + time.stall_ns
     saved = mean_saved = overhead = None
     if reference is not None:
-        saved = _saved(peaks[home.name], peak_bytes(reference.log).get(home.name, 0))
+        saved = _saved(peaks[home.name], home_peak(reference.log))
         mean_saved = _saved(mean, mean_bytes(reference.log)) if log.complete else None
         unlimited = reference.makespan_ns
         overhead = log.end / unlimited - 1 if unlimited and log.complete else None

@@ -447,13 +447,6 @@ def command_with(verb: str, asked: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def label(trace: Any) -> str:
-    """The model, batch, sequence, precision and attention of a trace, as far as its `meta` names them."""
-    meta = trace.meta
-    known = [f"{key} {meta[key]}" for key in ("batch", "sequence", "precision", "attention") if key in meta]
-    return ", ".join([str(meta.get("model", "trace")), *known])
-
-
 def files_of(asked: Mapping[str, Any], policies: Iterable[str]) -> list[Any]:
     """The files that a saved run names: its profile, its trace or model, and those of its policies."""
     from sim.foreign import model_files, policy_files, profile_files, trace_files

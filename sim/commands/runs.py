@@ -27,7 +27,6 @@ from sim.commands.options import (
     command_line,
     command_with,
     job_of,
-    label,
     limit_of,
     names_of,
     parameters,
@@ -167,10 +166,16 @@ def _show(result: Result, policy: str, work: Any, more: Mapping[str, Any]) -> No
     from sim.report.analyses import analysis_text
     from sim.report.footer import Footer
     from sim.report.table import print_summary
+    from sim.trace.described import workload_text
 
     warm_up, notes = len(result.warm_up), run_notes(result)
     footer = Footer(
-        result.platform, warm_up=warm_up, command=command_line(), workload=label(work), trace=work, notes=notes
+        result.platform,
+        warm_up=warm_up,
+        command=command_line(),
+        workload=workload_text(work.meta),
+        trace=work,
+        notes=notes,
     )
     print_summary({"policy": policy, "fidelity": result.policy.fidelity, **result.summary()}, footer=footer)
     for name, records in more.items():
@@ -231,6 +236,7 @@ def _present(comparison: Comparison, options: dict[str, Any], command: str, limi
     from sim.report.cells import left_out_lines
     from sim.report.footer import Footer
     from sim.report.table import comparison_text, print_comparison
+    from sim.trace.described import workload_text
 
     work, platform = comparison.trace, comparison.platform
     unknown = (row for row in comparison.rows if row["fits"] is False and row["floor_bytes"] is None)
@@ -244,7 +250,9 @@ def _present(comparison: Comparison, options: dict[str, Any], command: str, limi
     )
     limited = platform if limit is None else platform.with_budget(limit)
     warm_up = max((len(result.warm_up) for result in comparison.results.values()), default=0)
-    footer = Footer(limited, warm_up=warm_up, command=command, workload=label(work), trace=work, notes=notes)
+    footer = Footer(
+        limited, warm_up=warm_up, command=command, workload=workload_text(work.meta), trace=work, notes=notes
+    )
     brief = replace(footer, brief=not options["notes"])
     try:
         if folder:

@@ -151,7 +151,7 @@ def key_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[str
         lines.append("; ".join(said))
     if any(row.get("manages") for row in rows):
         lines.append("manages: " + ", ".join(f"{letter} {name_of(role)}" for role, letter in INITIALS.items()))
-    lines += [f"{row['policy']}: {line}" for row in ordered(rows) for line in cancelled_lines(row)]
+    lines += _cancelled(rows)
     if any(row.get("fidelity") == "reconstruction" for row in rows):
         lines.append("reconstruction: detail of the published system was not public, so its headline is not credited")
     return lines
@@ -174,15 +174,43 @@ def cancelled_lines(summary: Row) -> list[str]:
 
     Without it a platform with a smaller host, or a slower link, would look faster for having moved less.
     """
-    counters = summary.get("counters") or {}
-    if not (called_back := counters.get("moves_cancelled")):
+    if not (called_back := counter(summary, "moves_cancelled")):
         return []
-    moves = "1 move" if called_back == 1 else f"{called_back:,} moves"
-    without = counters.get("moves_without_space")
+    without = counter(summary, "moves_without_space")
     of_them = f", {without:,} of them for lack of space at their destination" if without else ""
-    known = counters.get("cancelled_bytes")  # a folder that was tampered with may lack it
-    amount = "" if known is None else f" ({format_bytes(known)})"
-    return [f"{moves}{amount} cancelled before the copy started{of_them}: their tensors stayed where they were"]
+    moves = _moves(called_back, counter(summary, "cancelled_bytes"))
+    return [f"{moves} cancelled before the copy started{of_them}: their tensors stayed where they were"]
+
+
+def counter(row: Row, name: str) -> int | None:
+    """One of the counts of the engine: of a summary, or of a flat row with `counters.NAME`; None where it has none."""
+    counters = row.get("counters")
+    found = counters.get(name) if isinstance(counters, Mapping) else row.get(f"counters.{name}")
+    return found if isinstance(found, int) else None  # a folder that was tampered with may say anything
+
+
+def _moves(count: int, bytes: int | None) -> str:
+    amount = "" if bytes is None else f" ({format_bytes(bytes)})"
+    return f"{'1 move' if count == 1 else f'{count:,} moves'}{amount}"
+
+
+def _cancelled(rows: Sequence[Row]) -> list[str]:
+    """Per policy what `cancelled_lines` says of its run; of several runs one line for all."""
+    runs: dict[str, list[Row]] = {}
+    for row in ordered(rows):
+        runs.setdefault(str(row["policy"]), []).append(row)
+    lines = []
+    for policy, these in runs.items():
+        counts = [(count, row) for row in these if (count := counter(row, "moves_cancelled"))]
+        if len(these) == 1:
+            lines += [f"{policy}: {line}" for line in cancelled_lines(these[0])]
+        elif counts:
+            most, row = max(counts, key=lambda pair: pair[0])
+            lines.append(
+                f"{policy}: moves cancelled before the copy started in {len(counts):,} of {len(these):,} runs, at most "
+                f"{_moves(most, counter(row, 'cancelled_bytes'))}: their tensors stayed where they were"
+            )
+    return lines
 
 
 APPROXIMATE_SHOWN = 3
@@ -205,7 +233,7 @@ def _freedoms(rows: Sequence[Row]) -> str:
     for row in rows:
         if (run := row.get("unlimited_run")) and run != "keep_all":
             named.setdefault(str(run), []).append(str(row["policy"]))
-    return "".join(f"; {', '.join(policies)}: and with {run}" for run, policies in named.items())
+    return "".join(f"; {', '.join(dict.fromkeys(policies))}: and with {run}" for run, policies in named.items())
 
 
 ALIKE = 3

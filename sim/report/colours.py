@@ -6,6 +6,7 @@ colour blindness. Figures never rely on hue alone but add a second sign: a marke
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from zlib import crc32
 
 BLACK = "#000000"
@@ -74,8 +75,8 @@ def ink_on(ground: str) -> str:
 def policy_colour(policy: str) -> str:
     """Colour of a policy, the same in every figure and process: from its name alone.
 
-    There are more policies than distinct hues, so two may share one: figures label each policy's marker. Parameters
-    in brackets do not change the hue: `chen(segments=4)` has that of `chen`.
+    There are more policies than distinct hues, so two may share one: `policy_signs` tells those of one figure apart by
+    their markers. Parameters in brackets do not change the hue: `chen(segments=4)` has that of `chen`.
     """
     name = policy.partition("(")[0].strip()
     return BASELINE_COLOURS.get(name) or POLICY_HUES[crc32(name.encode("utf-8", "surrogatepass")) % len(POLICY_HUES)]
@@ -87,3 +88,28 @@ def policy_marker(policy: str) -> str:
         return POLICY_MARKERS[0]
     # another part of the checksum than the hue's, so that two policies of one hue mostly differ here
     return POLICY_MARKERS[crc32(policy.encode("utf-8", "surrogatepass")) // len(POLICY_HUES) % len(POLICY_MARKERS)]
+
+
+def policy_signs(policies: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each policy of one figure or page, no two of them alike as long as there are other signs.
+
+    Each has that of its name; of policies that would share it the later ones, by name, have another marker of the same
+    colour, or where that colour has none left the first sign that is free.
+    """
+    named = sorted(set(policies))
+    own = {name: (policy_colour(name), policy_marker(name)) for name in named}
+    found: dict[str, tuple[str, str]] = {}
+    taken = set()
+    for name in named:
+        if own[name] not in taken:  # whoever can keep its sign does, whatever others are given
+            found[name] = own[name]
+            taken.add(own[name])
+    every = [(hue, marker) for hue in POLICY_HUES for marker in POLICY_MARKERS]
+    for name in named:
+        if name not in found:
+            free = [
+                sign for sign in [*((own[name][0], marker) for marker in POLICY_MARKERS), *every] if sign not in taken
+            ]
+            found[name] = free[0] if free else own[name]
+            taken.add(found[name])
+    return {name: found[name] for name in policies}

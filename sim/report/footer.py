@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.hardware.cost import peak_dtype
+from sim.analysis.stand_in import stand_in
 from sim.hardware.platform import Platform
 from sim.report.error_bars import error_lines
 from sim.trace.graph import Trace
@@ -50,7 +50,7 @@ def footer_lines(footer: Footer, *, binary: bool = False) -> list[str]:
     platform = footer.platform
     lines = [f"platform {platform.name}" + (f", workload {footer.workload}" if footer.workload else "")]
     lines.append("; ".join(_memory(platform, binary)))
-    lines += [*_beyond(platform, binary), *_stand_in(platform, footer.trace)]
+    lines += warnings(footer, binary=binary)
     warm = f" after {footer.warm_up} for warm-up" if footer.warm_up else ""
     state = f"the steady state{warm}" if footer.steady else "the first iteration, not the steady state"
     lines.append(f"time: one iteration, {state}: {INCLUDES}")
@@ -89,25 +89,23 @@ def _memory(platform: Platform, binary: bool) -> list[str]:
     return [f"{text} ({name})" for text, name in found]
 
 
-def _beyond(platform: Platform, binary: bool) -> list[str]:
-    """A warning where the budget exceeds the capacity in the profile."""
+def warnings(footer: Footer, *, binary: bool = False) -> list[str]:
+    """What of a result is of another machine than the one named: its budget, or the type of its peak."""
+    platform = footer.platform
+    main, priced = ("", "") if footer.trace is None else stand_in(footer.trace, platform)
+    return [*beyond_lines(platform, platform.budget, binary=binary), *priced_lines(main, priced)]
+
+
+def beyond_lines(platform: Platform, budget: int | None, *, binary: bool = False) -> list[str]:
+    """A warning where a budget exceeds the capacity in the profile."""
     name = platform.home(0).name.partition("@")[0]
     usable = next((parse_bytes(fact.text) for fact in platform.facts if fact.path == f"tiers.{name}.capacity"), None)
-    if platform.budget is None or usable is None or platform.budget <= usable:
+    if budget is None or usable is None or budget <= usable:
         return []
-    budget, most = (format_bytes(amount, binary=binary) for amount in (platform.budget, usable))
-    return [f"the budget of {budget} exceeds this machine: a run that takes more than {most} does not fit on it"]
+    given, most = (format_bytes(amount, binary=binary) for amount in (budget, usable))
+    return [f"the budget of {given} exceeds this machine: a run that takes more than {most} does not fit on it"]
 
 
-def _stand_in(platform: Platform, trace: Trace | None) -> list[str]:
-    """A warning where the machine has no peak for the type of most FLOPs."""
-    if trace is None:
-        return []
-    flops: dict[str, int] = {}
-    columns = trace.op_columns
-    for dtype, count, measured in zip(columns.dtype, columns.flops.tolist(), columns.duration.tolist(), strict=True):
-        if dtype and count and measured < 0:
-            flops[dtype] = flops.get(dtype, 0) + count
-    main = max(flops, key=lambda dtype: flops[dtype], default="")
-    priced = peak_dtype(platform.main_engine(0), main)
-    return [f"no {main} peak in this profile: priced as {priced}"] if main and priced != main else []
+def priced_lines(main: str, priced: str) -> list[str]:
+    """A warning where the machine has no peak for the type of most FLOPs, but prices them in another."""
+    return [f"no {main} peak in this profile: priced as {priced}"] if main != priced else []

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 ROW = 0.72  # height of a row's bars; rows stand 1 apart
 LEAST = 0.04  # the least share of a row that a column shows of what happened in it at all
+EDGED = 4  # columns from which a bar has a white edge
 
 
 def plot_lanes(log: EventLog, window: tuple[int, int] | None = None) -> Figure:
@@ -78,16 +79,17 @@ def _look(why: str) -> dict[str, Any]:
 
 
 def _draw_bars(axes: Axes, y: int, rows: Ints, start: int, end: int, tick: float) -> None:
+    column = (end - start) / COLUMNS
     for code, why in enumerate(WHY_COLOURS):
         mine = rows[rows[:, 4] == code]
         if not len(mine):
             continue
         left = np.maximum(mine[:, 0], start)
-        width = np.minimum(mine[:, 1], end) - left
+        width = np.maximum(np.minimum(mine[:, 1], end) - left, column)  # a thinner one would fade away
         spans = list(zip((left / tick).tolist(), (width / tick).tolist(), strict=True))
         look = _look(why)
         if len(rows) <= 120 or why == "stall":
-            look["linewidth"] = 0.4
+            look["linewidth"] = np.where(width < EDGED * column, 0.0, 0.4)  # an edge would cover a thin one
         axes.broken_barh(spans, (y - ROW / 2, ROW), **look)
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.analysis.pareto import pareto_front
-from sim.analysis.peak_memory import peak_memory, roles_over_time
+from sim.analysis.peak_memory import fullest_home, peak_memory, roles_over_time
 from sim.hardware.platform import Tier
 from sim.log import EventLog
 from sim.report.cells import clock, name_of, ordered
-from sim.report.colours import BLACK, FAINT, INK, ROLE_COLOURS, policy_colour, policy_marker
+from sim.report.colours import BLACK, FAINT, INK, ROLE_COLOURS, policy_signs
 from sim.report.draw import (
     COLUMNS,
     FONT,
@@ -47,7 +47,7 @@ Floats = NDArray[np.float64]
 LISTED = 25  # policies named in the list of those that do not fit
 NAMED = 16  # policies up to which each marker has its policy's name
 PER_COLUMN = 30  # lines of the list beside the figure
-IN_LIST = 32  # characters of one of them at most
+IN_LIST = 42  # characters of one of them at most
 
 
 # ---- memory over time --------------------------------------------------------------------------
@@ -56,11 +56,11 @@ IN_LIST = 32  # characters of one of them at most
 def plot_memory(log: EventLog, tier: str | None = None, *, binary: bool = False) -> Figure:
     """Bytes in use of one tier over time, stacked by role, with its capacity and its peak.
 
-    tier: its name; None takes the home tier of device 0. binary: GiB instead of GB.
+    tier: its name; None takes the home tier of the fullest device. binary: GiB instead of GB.
     Raises ProfileError on an unknown tier.
     """
     platform = log.platform
-    shown = platform.home(0) if tier is None else platform.tier(tier)
+    shown = fullest_home(log) if tier is None else platform.tier(tier)
     top_of = peak_memory(log, shown.name, largest=0)
     peak, at = top_of.bytes, top_of.time_ns
     frame = roles_over_time(log, shown.name)
@@ -154,7 +154,7 @@ def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = N
     numbered = len(fitting) > NAMED
     beside = _beside(fitting if numbered else (), failing, binary)
     columns = max(1, -(-len(beside) // PER_COLUMN))
-    figure = new_figure(8 + 2.2 * (columns - 1), 5)
+    figure = new_figure(8 + 3.2 * (columns - 1), 5)
     axes: Axes = figure.add_subplot()
     tidy(axes, grid="both")
     unit, size = byte_scale(max((row["peak_bytes"] for row in fitting), default=1), binary=binary)
@@ -169,10 +169,11 @@ def plot_comparison(rows: Sequence[Mapping[str, Any]], *, budget: int | None = N
         lines.append(((axes.get_xlim()[0], limit / size), (axes.get_xlim()[1], limit / size)))
     axes.set_xlabel(f"time of an iteration ({clock_text(unit_ns)})", fontsize=FONT)
     axes.set_ylabel(f"peak memory ({unit})", fontsize=FONT)
+    signs = policy_signs([row["policy"] for row in rows])
     for row, (x, y) in zip(fitting, points, strict=True):
-        colour, hollow = policy_colour(row["policy"]), row.get("fidelity") == "reconstruction"
+        (colour, marker), hollow = signs[row["policy"]], row.get("fidelity") == "reconstruction"
         axes.plot(
-            [x], [y], marker=policy_marker(row["policy"]), markersize=7, color=colour, linestyle="none", zorder=4,
+            [x], [y], marker=marker, markersize=7, color=colour, linestyle="none", zorder=4,
             markerfacecolor="white" if hollow else colour, markeredgecolor=colour, markeredgewidth=1.3,
         )  # fmt: skip
     lines += _staircase(axes, points)
@@ -255,7 +256,7 @@ def _beside(
             lines.append((heading, True))
         for row in those[:LISTED]:
             floor = row.get("floor_bytes")
-            more = f" (fits from {format_bytes(floor, binary=binary)})" if floor else ""
+            more = f" (fits from {format_bytes(floor, binary=binary, digits=3)})" if floor else ""
             lines.append((row["policy"] + more, False))
         if len(those) > LISTED:
             lines.append((f"… and {len(those) - LISTED} more", False))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.analysis.pareto import pareto_front
 from sim.errors import TiersimError, near
-from sim.report.colours import BLACK, FAINT, INK, policy_colour, policy_marker
+from sim.report.colours import BLACK, FAINT, INK, policy_signs
 from sim.report.draw import FONT, SMALL, byte_scale, clock_text, literal, new_figure, tidy, time_scale
 from sim.units import BYTES, FLOPS, RATES, TIMES
 
@@ -36,9 +36,10 @@ def plot_fronts(table: pd.DataFrame, *, binary: bool = False) -> Figure:
     unit, size = byte_scale(int(fitting["peak_bytes"].max()), binary=binary)
     clock, tick = time_scale(int(fitting["makespan_ns"].max()))
     figure, panels = _panels(fitting, {"policy", "budget", "seed"})
+    signs = _signs(table)
     for axes, part in panels:
         for policy, rows in part.groupby("policy", sort=True):
-            _points(axes, str(policy), rows, rows["makespan_ns"] / tick, rows["peak_bytes"] / size, line=False)
+            _points(axes, str(policy), signs, rows, rows["makespan_ns"] / tick, rows["peak_bytes"] / size, line=False)
         points = list(zip((part["makespan_ns"] / tick).tolist(), (part["peak_bytes"] / size).tolist(), strict=True))
         front = [points[i] for i in pareto_front(points)]
         if len(front) > 1:
@@ -57,6 +58,7 @@ def plot_winners(table: pd.DataFrame) -> Figure:
     """
     _need(table, "batch", "sequence")
     figure, panels = _panels(table, {"policy", "seed", "batch", "sequence"})
+    signs = _signs(table)
     for axes, part in panels:
         columns, rows = sorted(set(part["sequence"])), sorted(set(part["batch"]))
         for (batch, sequence), cells in part.groupby(["batch", "sequence"]):
@@ -72,7 +74,7 @@ def plot_winners(table: pd.DataFrame) -> Figure:
             )
             more = f"\nand {len(alike) - 1} more" if len(alike) > 1 else ""
             text = f"{_name(best)}{more}\n{_percent(best.get('overhead'))}"
-            _square(axes, x, y, policy_colour(best["policy"]), text, False)
+            _square(axes, x, y, signs[str(best["policy"])][0], text, False)
         _grid(axes, columns, rows)
     figure.suptitle("fastest policy that fits, and its time over that without a limit", fontsize=FONT, color=INK)
     return figure
@@ -111,16 +113,15 @@ def plot_overhead(table: pd.DataFrame) -> Figure:
     share = (known["budget_bytes"].astype(float) / known["unconstrained_peak_bytes"].astype(float)).clip(upper=1.0)
     known["share"] = 100 * share
     figure, panels = _panels(known, {"policy", "seed", "budget"})
+    signs = _signs(table)
     for axes, part in panels:
         foot = axes.get_xaxis_transform()  # x as the budget, y as a part of the axes' height
         for i, (policy, rows) in enumerate(part.sort_values("share").groupby("policy", sort=True)):
             good = rows[(rows["status"] == "ok") & rows.get("overhead", rows["share"] * float("nan")).notna()]
-            _points(axes, str(policy), good, good["share"], 100 * good["overhead"].astype(float), line=True)
+            _points(axes, str(policy), signs, good, good["share"], 100 * good["overhead"].astype(float), line=True)
             bad = rows[rows["status"] == "infeasible"]
             height = 0.03 + 0.035 * (i % SHOWN_CROSSES)
-            axes.plot(
-                bad["share"], [height] * len(bad), "x", transform=foot, color=policy_colour(str(policy)), markersize=4
-            )
+            axes.plot(bad["share"], [height] * len(bad), "x", transform=foot, color=signs[str(policy)][0], markersize=4)
         axes.margins(y=0.15)
         _labelled(axes, "budget (% of the unconstrained peak)", "time added (%)")
     _legend(figure, known)
@@ -140,9 +141,10 @@ def plot_ablation(table: pd.DataFrame, figure: str) -> Figure:
     fitting["amount"] = [amount for amount, _ in parsed]
     clock, tick = time_scale(int(fitting["makespan_ns"].max()))
     drawn, panels = _panels(fitting, {"policy", "seed", figure})
+    signs = _signs(table)
     for axes, part in panels:
         for policy, rows in part.sort_values("amount").groupby("policy", sort=True):
-            _points(axes, str(policy), rows, rows["amount"], rows["makespan_ns"] / tick, line=True)
+            _points(axes, str(policy), signs, rows, rows["amount"], rows["makespan_ns"] / tick, line=True)
         values = sorted(set(zip(part["amount"], part[figure], strict=True)))
         if values[0][0] > 0 and values[-1][0] > 8 * values[0][0]:
             axes.set_xscale("log")
@@ -203,10 +205,17 @@ def _panels(table: pd.DataFrame, inside: set[str]) -> tuple[Figure, list[tuple[A
     return figure, panels
 
 
-def _points(axes: Axes, policy: str, rows: pd.DataFrame, x: Any, y: Any, *, line: bool) -> None:
-    colour, hollow = policy_colour(policy), _is_reconstruction(rows)
+def _signs(table: pd.DataFrame) -> dict[str, tuple[str, str]]:
+    """The signs of all policies of a study, the same in each of its figures."""
+    return policy_signs([str(policy) for policy in table["policy"].unique()])
+
+
+def _points(
+    axes: Axes, policy: str, signs: dict[str, tuple[str, str]], rows: pd.DataFrame, x: Any, y: Any, *, line: bool
+) -> None:
+    (colour, marker), hollow = signs[policy], _is_reconstruction(rows)
     axes.plot(
-        x.astype(float), y.astype(float), marker=policy_marker(policy), markersize=5, color=colour, linewidth=1.1,
+        x.astype(float), y.astype(float), marker=marker, markersize=5, color=colour, linewidth=1.1,
         linestyle="-" if line else "none", markerfacecolor="white" if hollow else colour, markeredgecolor=colour,
         label=policy,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from sim.report.cells import (
     state_lines,
     text_of,
     total,
+    unit_of,
 )
 from sim.report.footer import Footer, footer_lines
 from sim.report.verdict import verdict_lines
@@ -203,7 +204,11 @@ def summary_lines(summary: Mapping[str, Any], *, binary: bool = False) -> list[t
                 lines.append((name, _with_share(key, total(value), whole, binary)))
             else:
                 lines.append((name, "" if any(value.values()) else NONE))
-            lines += [(f"  {part}", text_of(key, amount, binary=binary)) for part, amount in value.items() if amount]
+            lines += [
+                (f"  {part}", text_of(key, amount, binary=binary))
+                for part, amount in value.items()
+                if amount or (amount is not None and unit_of(key) == "percent")
+            ]
         else:
             lines.append((name, _with_share(key, value, whole, binary)))
     return lines

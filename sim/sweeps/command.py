@@ -23,9 +23,9 @@ from sim.sweeps.sweep import OnProgress, Progress, run_sweep
 
 SHOWN = (
     *("policy", "budget", "fidelity", "status", "peak_bytes", "makespan_ns", "overhead", "above_bound"),
-    *("stands_for", "fullest_bytes", "bubble", "binding_device", "error"),
+    *("stands_for", "bubble", "binding_device", "error"),
 )
-SEVERAL = ("stands_for", "fullest_bytes", "bubble", "binding_device")
+SEVERAL = ("stands_for", "bubble", "binding_device")
 """Columns of rows on several devices."""
 WIDEST = 60
 EVERY_S = 0.1

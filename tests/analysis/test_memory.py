@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from sim.analysis import (
     Holder,
+    bounds,
     fragmentation,
+    fullest_home,
     home_peak,
     lifetimes,
     mean_bytes,
@@ -20,6 +22,7 @@ from sim.analysis import (
     peaks_by_phase,
     residence,
     roles_over_time,
+    summarize,
 )
 from sim.errors import ProfileError
 from sim.hardware.platform import Allocator
@@ -54,6 +57,30 @@ def test_the_home_peak_is_that_of_the_fullest_device():
     log = log_of(b.build(outputs=(), carry=()), machine(2), [], rows)
     assert home_peak(log) == 30
     assert peak_bytes(log) == {"hbm": 10, "hbm1": 30, "host": 99}
+
+
+def test_a_single_figure_of_several_devices_is_that_of_the_fullest():
+    """y takes 10 bytes of device 0 for all of the 10 ns, z takes 30 of device 1 in the second half of them."""
+    b = TraceBuilder()
+    y, z = b.tensor("y", 10), b.tensor("z", 30)
+    b.op("f", writes=[y], duration=5, device=0)
+    b.op("g", writes=[z], duration=5, device=1)
+    ran = [(0, 5, 0, 0, "run", 0, -1, "", 0), (5, 10, 1, 1, "run", 1, -1, "", 0)]
+    log = log_of(b.build(outputs=(), carry=()), machine(2), ran, [(0, 0, 10, y, 0, "made"), (5, 1, 30, z, 1, "made")])
+    kept = replace(log, changes=log.changes * [1, 1, 2, 1, 1, 1])
+    found = summarize(log, kept)
+    assert (found.peak_bytes, found.mean_bytes, found.saved_fraction) == (30, 15, 0.5)
+    assert found.as_dict()["fullest_bytes"] == found.peak_bytes
+    assert (peak_memory(log).tier, bounds(log).tier, mean_bytes(log)) == ("hbm1", "hbm1", 15)
+
+
+def test_of_equally_full_devices_the_first_one_counts():
+    b = TraceBuilder()
+    y, z = b.tensor("y", 10), b.tensor("z", 10)
+    b.op("f", writes=[y], duration=5, device=0)
+    b.op("g", writes=[z], duration=5, device=1)
+    log = log_of(b.build(outputs=(), carry=()), machine(2), [], [(0, 0, 10, y, 0, "made"), (0, 1, 10, z, 1, "made")])
+    assert fullest_home(log).name == peak_memory(log).tier == "hbm"
 
 
 def test_residence_is_where_all_of_a_tensor_is_at_the_end(step):

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from sim import TraceBuilder
-from sim.analysis import peak_memory, roles_over_time
+from sim.analysis import peak_memory, roles_over_time, summarize
+from sim.report.cells import clock, size
 from sim.report.colours import WHY_COLOURS
 from sim.report.footer import Footer
 from sim.report.page import TableView, write_run_page, write_table_page
@@ -682,6 +683,118 @@ def test_time_added_is_drawn_over_the_budget_with_a_picture_for_each_job(visit, 
     for title, (x, _) in seen.items():  # a smaller budget lies further left
         others = [seen[t][0] for t in seen if told[t]["budget_bytes"] < told[title]["budget_bytes"]]
         assert all(other < x for other in others)
+
+
+def test_what_a_filter_leaves_out_is_not_said_to_not_fit(visit, study):
+    page = visit(study[0])
+    box = page.get_by_label("Filter the rows")
+    nothing = page.locator("#winners").inner_text().count("nothing fits")
+    box.fill("keep_all")
+    page.wait_for_function("() => document.querySelector('#winners').innerText.includes('none of those chosen fits')")
+    assert page.locator("#winners").inner_text().count("nothing fits") == nothing > 0  # where no policy does
+    for empty, said in (("zzzz", "No run matches the filter."), ("chen 50%", "None of the runs that are chosen fits.")):
+        box.fill(empty)
+        page.wait_for_function("said => document.querySelector('#scatter').innerText.includes(said)", arg=said)
+        assert page.locator("#scatter canvas:not(.marker), #overhead .panels canvas").count() == 0
+        assert said in page.locator("#overhead").inner_text()
+    box.fill("zzzz")
+    for part in ("#winners", "#runs"):
+        assert "No run matches the filter." in page.locator(part).inner_text()
+    box.fill("")
+    for name in ("keep_all", "chen", "swap_all"):
+        page.locator("#scatter .toggles button", has_text=name).click()
+    assert "No policy is chosen." in page.locator("#runs").inner_text()
+
+
+def test_time_added_is_left_out_where_no_job_has_two_budgets(visit, study, folder):
+    _, rows = study
+    labels = ("profile", "batch", "policy", "budget")
+    one = [{**row, "unconstrained_peak_bytes": row["unconstrained_peak_bytes"] - i} for i, row in enumerate(rows)]
+    one = [row for row in one if row["budget"] == "75%"]  # parts that differ in what was rounded
+    page = visit(write_table_page(TableView("one budget", labels, one), folder / "one_budget.html"))
+    assert page.locator("#overhead").count() == 0
+    none = [row for row in rows if row["batch"] != 2 or not row["fits"]]
+    page = visit(write_table_page(TableView("a job without a fit", labels, none), folder / "no_fit.html"))
+    assert page.locator("#overhead figcaption").count() == 4
+    assert not any(said.endswith("batch 2") for said in page.locator("#overhead figcaption").all_inner_texts())
+
+
+def test_one_map_has_the_width_of_its_card(visit, study, folder):
+    labels = ("batch", "policy", "budget")
+    rows = [row for row in study[1] if row["profile"] == "a_card"]
+    page = visit(write_table_page(TableView("one machine", labels, rows), folder / "one_map.html"))
+    whole, mine = (page.locator(part).bounding_box()["width"] for part in ("#winners .maps", "#winners figure"))
+    assert mine == whole
+
+
+def test_halves_are_rounded_as_in_tables(visit, folder):
+    times = [1015, 1025, 22_450, 22_550, 1_005_000, 1_015_000, 999_499, 999_500, 12_345_000, 7]
+    rows = [
+        {"id": f"r{i}", "policy": f"p{i}", "fits": True, "makespan_ns": ns, "peak_bytes": ns}
+        for i, ns in enumerate(times)
+    ]
+    page = visit(write_table_page(TableView("halves", ("policy",), rows), folder / "halves.html"))
+    shown = {
+        line.split("\t")[0].strip(): line.split("\t")[2:4] for line in page.locator("#runs tbody tr").all_inner_texts()
+    }
+    assert {name: [text.strip() for text in texts] for name, texts in shown.items()} == {
+        row["policy"]: [size(row["peak_bytes"]), clock(row["makespan_ns"])] for row in rows
+    }
+
+
+def test_long_names_break_within_the_window(visit, step_log, folder):
+    name = "mypolicies.py:" + "AVeryLongNameThatSomebodyMightReallyUseInAPaper" * 2
+    rows = [
+        {"id": f"{name}{i}", "policy": f"{name}{i}", "fits": True, "makespan_ns": 10**9 + i, "peak_bytes": 10**9}
+        for i in range(3)
+    ]
+    view = TableView("a comparison", ("policy",), rows, notes=[name], caution=[f"policy '{name}': not repeated"])
+    page = visit(write_table_page(view, folder / "long.html"), size=PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+    summary = {
+        **summarize(step_log).as_dict(),
+        "fits": False,
+        "refusal": "out_of_memory",
+        "error": f"op '{name}' needs",
+    }
+    view = view_of(step_log, title=name, summary={**summary, "full": None})
+    page = visit(write_run_page(view, folder / "long_run.html"), size=PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+
+
+def test_figures_stay_within_their_card_on_a_phone(visit, step, study):
+    page = visit(step, size=PHONE)
+    out = """() => [...document.querySelectorAll('.pairs dd, .pairs dt')].filter((each) => {
+      const card = each.closest('.card').getBoundingClientRect();
+      const range = document.createRange();
+      range.selectNodeContents(each);
+      return range.getBoundingClientRect().right > card.right - 10;
+    }).map((each) => each.textContent)"""
+    assert page.evaluate(out) == []
+
+
+def test_a_logarithmic_axis_says_so(visit, folder):
+    rows = [
+        {"id": f"{batch}{i}", "policy": f"p{i}", "batch": batch, "fits": True, "makespan_ns": ns, "peak_bytes": 10**9}
+        for batch, times in ((1, (10**6, 10**7)), (2, (10**6, 10**6 + 10**5)))
+        for i, ns in enumerate(times)
+    ]
+    path = write_table_page(TableView("scales", ("policy", "batch"), rows), folder / "scales.html")
+    page = visit(path, script=Path(__file__).with_name("looks.js"))
+    pictures = page.evaluate("() => [...document.querySelectorAll('#scatter .panels canvas')].map((c) => drawnOn(c))")
+    texts = [{one["text"] for one in picture["texts"]} for picture in pictures]
+    assert [{"time of an iteration", "time of an iteration, logarithmic"} & said for said in texts] == [
+        {"time of an iteration, logarithmic"},
+        {"time of an iteration"},
+    ]
+
+
+def test_an_unknown_run_leads_back_to_the_table(visit, many):
+    page = visit(many[0])
+    page.evaluate("location.hash = '#run=nobody'")
+    page.wait_for_function("() => document.querySelector('h1').innerText === 'No such run'")
+    page.locator(".way a").click()
+    page.wait_for_function("() => document.querySelector('h1').innerText === 'a study'")
 
 
 def test_a_comparison_has_neither_map_nor_curves(visit, step_log, folder):

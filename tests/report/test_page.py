@@ -17,8 +17,10 @@ import pytest
 
 from sim import OutOfMemory, TraceBuilder, cli, compare, load_profile, simulate
 from sim.analysis import peak_memory, roles_over_time, stalls_by_op, summarize, traffic
+from sim.pages import run_view
 from sim.report.colours import ROLE_COLOURS, WHY_COLOURS
-from sim.report.footer import Footer
+from sim.report.error_bars import error_lines
+from sim.report.footer import Footer, footer_lines
 from sim.report.page import RunView, TableView, write_run_page, write_table_page
 from sim.report.page.document import SCRIPTS, pack
 from sim.report.page.table import table_data
@@ -448,7 +450,51 @@ def test_what_was_assumed_of_a_workload_stands_on_the_page_of_its_run(step_log, 
     view = view_of(step_log)
     footer = replace(view.footer, trace=with_facts(step_log.trace, assumed={"batches without padding": 2}))
     shown = read(write_run_page(replace(view, footer=footer), tmp_path / "run.html")).parts["run"]
-    assert "assumed of the workload: batches without padding (2)" in shown["notes"]
+    assert "assumed of the workload: batches without padding (2)" in shown["beside"]
+
+
+def test_every_line_that_a_terminal_has_under_a_run_stands_on_its_page(tmp_path):
+    result = simulate(transformer("gpt2", batch=1, sequence=64, precision="amp_bf16"), "mt3000_survey", budget="30 GB")
+    view = run_view(result)
+    shown = read(write_run_page(view, tmp_path / "run.html")).parts["run"]
+    lines = footer_lines(view.footer)
+    assert shown["warnings"] == [line for line in lines if "exceeds this machine" in line or "priced as fp16" in line]
+    assert len(shown["warnings"]) == 2
+    assert shown["notes"] == list(result.platform.notes)
+    assert shown["beside"] == error_lines([result.platform])  # and nothing of the run in the machine's card
+    said = {*shown["warnings"], *shown["notes"], *shown["beside"], shown["memory"]}
+    scope = ("platform ", "time: ", "left out of it: ", "assumed, ")
+    assert {line for line in lines if not line.startswith(scope)} <= said
+
+
+def test_a_comparison_warns_as_each_of_its_runs_does(tmp_path):
+    trace = transformer("gpt2", batch=1, sequence=64, precision="amp_bf16")
+    comparison = compare(trace, "mt3000_survey", "keep_all", budget="30 GB")
+    shown = read(comparison.report(tmp_path / "c.html")).parts["table"]
+    warned = [line.partition(":")[0] for line in shown["warnings"]]
+    assert warned == ["the budget of 30 GB exceeds this machine", "no bf16 peak in this profile"]
+    assert shown["machine_notes"] == list(comparison.platform.notes)
+
+
+def test_the_notes_of_a_sweep_name_policies_and_each_of_them_once():
+    def row(id, policy, batch, **more):
+        known = {"makespan_ns": 10, "peak_bytes": 1, "overhead": 0.0, "unlimited_run": "captured launches"}
+        return {"id": id, "policy": policy, "batch": batch, "fits": True, **known, **more}
+
+    moved = {"counters.moves_cancelled": 3, "counters.cancelled_bytes": 4000, "counters.moves_without_space": 0}
+    rows = [row("a" * 64, "tso", 1), row("b" * 64, "tso", 2), row("c" * 64, "swap_all", 1, **moved)]
+    rows += [row("d" * 64, "swap_all", 2), row("e" * 64, "once", 1, **moved)]
+    rows += [row("f" * 64, "tso", 3, priced_as="bf16 as fp16", fits=False, floor_bytes=None)]
+    shown = table_data(TableView(title="many", labels=("policy", "batch"), rows=rows))
+    assert not re.search("a{9}|b{9}|c{9}|d{9}|e{9}", json.dumps(shown["notes"]))
+    (captured,) = [line for line in shown["notes"] if "captured" in line]
+    assert "; tso, swap_all, once: and with captured launches; " in captured
+    assert [line for line in shown["notes"] if "cancelled" in line] == [
+        "once: 3 moves (4 kB) cancelled before the copy started: their tensors stayed where they were",
+        "swap_all: moves cancelled before the copy started in 1 of 2 runs, at most 3 moves (4 kB): their tensors "
+        "stayed where they were",
+    ]
+    assert shown["warnings"] == ["no bf16 peak in this profile: priced as fp16"]
 
 
 def test_a_sweep_becomes_a_page_with_links_to_the_runs_that_were_kept(swept, tmp_path, capsys):

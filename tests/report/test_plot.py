@@ -24,8 +24,9 @@ from sim.report.colours import (
     ink_on,
     policy_colour,
     policy_marker,
+    policy_signs,
 )
-from sim.report.draw import byte_scale, save_figure, thin, time_scale
+from sim.report.draw import COLUMNS, byte_scale, save_figure, thin, time_scale
 from sim.report.lanes import _busy_until
 from sim.report.plot import NAMED, plot_comparison, plot_lanes, plot_memory
 
@@ -176,6 +177,31 @@ def test_the_lanes_of_the_drawn_run_are_as_drawn(drawn_log):
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["gpu0", "d2h0", "h2d0"]  # the cpu was idle
     assert labels(figure) == ["run", "recompute", "move", "stall"]
     assert {text.get_text() for text in axes.texts} == {"f", "g", "b", "a", "transfer"}
+
+
+def test_a_short_copy_among_long_ops_is_seen(step_log):
+    """A copy of a thousandth of the run is a bar of a column of pixels, without an edge that would cover it."""
+    from matplotlib.collections import PolyCollection
+
+    rows, length = step_log.intervals, step_log.end
+    copies = rows[rows[:, 4] == WHY["move"]].copy()
+    assert len(copies)
+    copies[:, 1] = copies[:, 0] + max(1, length // 5000)
+    short = replace(step_log, intervals=np.concatenate([rows[rows[:, 4] != WHY["move"]], copies]))
+    axes = plot_lanes(short).axes[0]
+    green = [each for each in axes.collections if isinstance(each, PolyCollection)]
+    green = [each for each in green if hexes(each) == WHY_COLOURS["move"]]
+    pixel = (axes.get_xlim()[1] - axes.get_xlim()[0]) / COLUMNS
+    paths = [path for each in green for path in each.get_paths()]
+    assert len(paths) == len(copies)
+    assert all(np.ptp(path.vertices[:, 0]) >= 0.99 * pixel for path in paths)
+    assert not any(np.any(each.get_linewidths()) for each in green)
+
+
+def test_names_of_a_long_list_keep_what_they_fit_from():
+    rows = comparison_rows(names=["keep_all"])
+    rows += [{"policy": "optimizer_in_backward", "fits": False, "floor_bytes": 4_611_234_567}]
+    assert "optimizer_in_backward (fits from 4.61 GB)" in labels(plot_comparison(rows))
 
 
 def test_a_window_cuts_bars_and_leaves_out_what_is_outside(drawn_log):
@@ -462,6 +488,20 @@ def test_a_policy_s_sign_is_the_same_in_every_process():
     assert policy_colour("keep_all") == "#000000"
     # most names have a sign of their own
     assert len({(policy_colour(n), policy_marker(n)) for n in NAMES}) >= 0.75 * len(NAMES)
+
+
+def test_no_two_policies_of_one_page_share_a_sign():
+    from sim.policies import names
+
+    for several in (names(), ["rotor", "swap_attention"], ["swap_attention", "rotor"], ["a(x=1)", "a(x=2)", "a(x=3)"]):
+        signs = policy_signs(several)
+        assert list(signs) == list(several)
+        assert len(set(signs.values())) == len(several)
+    assert policy_signs(["rotor", "swap_attention"]) == policy_signs(["swap_attention", "rotor"])
+    for name in ("chen", "keep_all", "dtr(heuristic=lru)"):
+        assert policy_signs([name]) == {name: (policy_colour(name), policy_marker(name))}
+    many = [f"p{i}" for i in range(100)]
+    assert len(set(policy_signs(many).values())) == 66  # all that there are; then some share
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -593,3 +594,23 @@ def test_a_model_whose_file_is_a_circle_of_links_is_one_line(tmp_path, capsys):
     code, _, err = tiersim("run", *JOB[:2], "--model", f"{tmp_path / 'loop.py'}:step", *JOB[4:], capsys=capsys)
     assert (code, err.count("\n")) == (2, 1)
     assert "loop.py cannot be imported" in err
+
+
+@pytest.mark.parametrize("given", [[], ["--batch", "2"]])
+def test_the_command_of_a_captured_step_names_what_was_given_alone(given, tmp_path, capsys):
+    pytest.importorskip("torch", reason="capturing needs PyTorch: pip install 'tiersim[torch]'")
+    step, out = tmp_path / "step.py", tmp_path / "out"
+    of = "batch=3" if given else ""
+    step.write_text(
+        f"import torch\n\n\ndef step({of}):\n    return dict(module=lambda: torch.nn.Linear(8, 8), "
+        f"inputs=torch.empty({'batch' if given else 4}, 8), loss=torch.sum)\n"
+    )
+    words = [*JOB[:2], "--model", f"{step}:step", *given, "--policy", "keep_all"]
+    assert tiersim("run", *words, "-o", out, capsys=capsys)[0] == 0
+    page = tmp_path / "r.html"
+    for trusted in ([], ["--trust"]):  # from what was saved, and repeated
+        assert tiersim("report", out, "-o", page, *trusted, capsys=capsys)[0] == 0
+        command = shlex.split(read(page).parts["run"]["command"])
+        assert command[:2] == ["tiersim", "run"]
+        assert [word for word in command if word in ("--batch", "--seq", "--precision", "--optimizer")] == given[:1]
+    assert tiersim(*command[1:], capsys=capsys)[0] == 0

@@ -3,7 +3,7 @@
 const PAGE = 100;
 const collator = new Intl.Collator("en", { numeric: true });
 
-// columns: {title, kind, value(row), cell(row) or nothing, hint}; rows: anything. Returns {root, show(rows), filter}.
+// columns: {title, kind, value(row), cell(row) or nothing, hint, sorts: false where an order of its values would say nothing}; rows: anything. Returns {root, show(rows), filter}.
 function grid({ columns, rows, caption, sort = null, page = PAGE, rowHeader = 0, onRow = null }) {
   let all = rows;
   let shown = page;
@@ -13,6 +13,7 @@ function grid({ columns, rows, caption, sort = null, page = PAGE, rowHeader = 0,
   const heads = columns.map((column, number) => {
     const button = el("button", { type: "button", title: column.hint || null, onclick: () => choose(number) },
       column.title, el("span", { class: "arrow", "aria-hidden": "true" }));
+    if (column.sorts === false) return el("th", { scope: "col", class: "plain" }, column.title);
     return el("th", { scope: "col", class: numeric(column) ? "right" : null, "aria-sort": "none" }, button);
   });
   const table = el("table", {}, el("caption", { class: "unseen" }, caption),
@@ -47,6 +48,7 @@ function grid({ columns, rows, caption, sort = null, page = PAGE, rowHeader = 0,
 
   function fill() {
     heads.forEach((head, number) => {
+      if (columns[number].sorts === false) return;
       const mine = order && order.column === number;
       head.setAttribute("aria-sort", mine ? (order.down ? "descending" : "ascending") : "none");
     });

@@ -20,6 +20,7 @@ function tablePage(table, about, colours) {
     el("h1", {}, table.title),
     table.lead ? el("p", { class: "lead" }, table.lead) : null,
     cautions(table.caution),
+    table.warnings.map((line) => el("p", { class: "hint" }, glued(line))),
     table.constant.length ? el("p", { class: "lead" }, table.constant.map(([name, value]) => `${words(name)} ${valueText(value)}`).join(" · ")) : null);
   const verdict = table.verdict.length ? card("Verdict", { id: "verdict" }, table.verdict.map((line) => el("p", {}, glued(line)))) : null;
   const tiles = verdict ? null : el("dl", { class: "tiles" }, tile(count === 1 ? "run" : "runs", numberText(count)),
@@ -42,7 +43,6 @@ function tablePage(table, about, colours) {
   const pictures = el("div", { class: "panels" });
   const rest = el("p", { class: "hint", role: "status" });
   const job = (row) => table.facets.map((name) => `${name === "parallel" ? "" : `${words(name)} `}${valueText(values[name][row])}`).join(" · ");
-  const most = (row) => (has("fullest_bytes") && values.fullest_bytes[row] !== null ? values.fullest_bytes[row] : values.peak_bytes[row]);
   const tellOf = (row) => [label(row), table.shown.filter((name) => !table.labels.includes(name) && name !== "error" && name !== "fits" && name !== "status")
       .map((name) => column(name)).map(([name, title, kind]) => [title, valueText(values[name][row], kind)]).filter(([, said]) => said !== NONE)];
   const fits = (row) => has("makespan_ns") && has("peak_bytes") && values.fits[row] && values.makespan_ns[row] !== null && values.peak_bytes[row] !== null;
@@ -54,6 +54,7 @@ function tablePage(table, about, colours) {
   const hasFront = table.verdict.length > 0 || table.facets.length > 0;
   const column = (name) => table.columns.find(([each]) => each === name);
   const holder = el("div");
+  const empty = el("p", { class: "hint", role: "status" });
   const found = el("span", { class: "span", role: "status" });
   let sort = null;
 
@@ -94,20 +95,23 @@ function tablePage(table, about, colours) {
     found.textContent = rows.length === count ? "" : `${numberText(rows.length)} of ${numberText(count)}`;
     if (rebuild || !holder.firstChild) { shownGrid = tableOf(rows); holder.replaceChildren(shownGrid.root); }
     else shownGrid.show(rows);
-    if (winners) winners.show(rows);
-    if (overhead) overhead.show(rows);
-    drawPanels(rows.filter(fits));
+    const none = wanted ? "No run matches the filter." : "No policy is chosen.";
+    empty.textContent = rows.length ? "" : none;
+    if (winners) winners.show(rows, none);
+    if (overhead) overhead.show(rows, none);
+    drawPanels(rows.filter(fits), rows.length ? "None of the runs that are chosen fits." : none);
+    tellAgain(); // the pointer may lie on a picture that is gone
   }
 
-  function drawPanels(fitting) {
-    const jobs = new Map(table.facets.length && fitting.length ? [] : [["", []]]);
+  function drawPanels(fitting, none) {
+    const jobs = new Map();
     for (const row of fitting) {
       const name = job(row);
       if (!jobs.has(name)) jobs.set(name, []);
       jobs.get(name).push(row);
     }
     const drawn = [...jobs].slice(0, PANELS);
-    rest.textContent = jobs.size > drawn.length ? `${numberText(jobs.size - drawn.length)} more jobs have runs; the filter below chooses among them.` : "";
+    rest.textContent = !jobs.size ? none : jobs.size > drawn.length ? `${numberText(jobs.size - drawn.length)} more jobs have runs; the filter below chooses among them.` : "";
     for (const [name] of drawn) {
       if (panels.has(name)) continue;
       const picture = scatter();
@@ -122,7 +126,7 @@ function tablePage(table, about, colours) {
 
   function point(row, beside) {
     const [colour, shape] = table.policies[String(values.policy[row])];
-    return { x: values.makespan_ns[row], y: most(row), colour, shape, row,
+    return { x: values.makespan_ns[row], y: values.peak_bytes[row], colour, shape, row,
       name: beside > NAMED ? "" : table.facets.length ? String(values.policy[row]) : label(row),
       hollow: isHollow(row) };
   }
@@ -151,14 +155,14 @@ function tablePage(table, about, colours) {
   });
   const policies = Object.entries(table.policies);
   const legend = policies.length < 2 ? null : el("div", { class: "legend toggles", role: "group", "aria-label": "Policies that are shown" },
-    policies.map(([name, [colour, shape]]) => el("button", {
+    policies.map(([name, sign]) => el("button", {
       type: "button", "aria-pressed": "true",
       onclick: (event) => {
         if (!off.delete(name)) off.add(name);
         event.currentTarget.setAttribute("aria-pressed", String(!off.has(name)));
         refresh();
       },
-    }, markerSign(colour, shape), name)));
+    }, markerSign(...sign), name)));
 
   const fitting = every.filter(fits);
   const says = [
@@ -166,27 +170,28 @@ function tablePage(table, about, colours) {
     hasFront ? "Dotted: the runs that no other beats in both time and peak." : "", "A click opens a run."].filter(Boolean).join(" ");
   const picture = fitting.length < 2 ? null // one marker is against nothing
     : card("Time against memory", { hint: says, id: "scatter" }, legend, pictures, rest);
-  const runs = card("Runs", { id: "runs", tools: el("div", { class: "tools" }, found, filter, picker) }, holder,
-    table.notes.length ? el("ul", { class: "notes" }, [
+  const runs = card("Runs", { id: "runs", tools: el("div", { class: "tools" }, found, filter, picker) }, holder, empty,
+    notesList([
       ...(table.same.some(Boolean) ? [`≈ not distinguishable from the fastest on the same job: within the model's own error of ${percentText(table.model_error)}${table.model_error_on}`] : []),
-      ...table.notes].map((note) => el("li", {}, note))) : null);
+      ...table.notes]));
   whenShown(runs, () => {
     refresh();
     new ResizeObserver(() => panels.forEach(({ picture, root }) => root.isConnected && picture.draw())).observe(pictures);
     if (overhead) new ResizeObserver(overhead.draw).observe(overhead.holder);
   });
-  return [head, verdict || tiles, winners && winners.root, picture, overhead && overhead.root, runs, scopeCard(table.scope), factsCard(table.facts, []), commandCard(table.command)];
+  return [head, verdict || tiles, winners && winners.root, picture, overhead && overhead.root, runs, scopeCard(table.scope), factsCard(table.facts, table.machine_notes), commandCard(table.command)];
 }
 
 // All that is known of one row: its figures, and its run where that is in the file.
 function rowPage(table, id, run, colours) {
   const row = table.ids.indexOf(id);
-  if (row < 0) return [el("p", { class: "loading" }, "There is no such run in this file.")];
+  if (row < 0) return [el("nav", { class: "way", "aria-label": "Where this is" }, el("a", { href: "#" }, `‹ ${table.title}`)),
+    el("header", { class: "top" }, el("h1", {}, "No such run"), el("p", { class: "lead" }, `This file has no run ${id}.`))];
   const differ = table.labels.filter((name) => !table.constant.some(([same]) => same === name));
   const where = el("nav", { class: "way", "aria-label": "Where this is" }, el("a", { href: "#" }, `‹ ${table.title}`),
     el("span", {}, differ.map((name) => (name === "policy" ? "" : `${words(name)} `) + valueText(table.values[name][row])).join(" · ")));
   if (run) return [where, ...runPage(run, colours)];
-  const lines = table.columns.map(([name, title, kind]) => [title === words(name) || kind === "text" ? words(name) : title, table.values[name][row], kind])
+  const lines = table.columns.map(([name, title, kind]) => [title, table.values[name][row], kind])
     .filter(([, value]) => value !== null && value !== "" && value !== undefined)
     .map(([title, value, kind]) => [title, kind === "bytes" ? bytesText(value) : kind === "time" ? timeText(value) : valueText(value, kind)]);
   return [where, el("header", { class: "top" }, el("h1", {}, String(table.values.policy ? table.values.policy[row] : id)),

@@ -29,7 +29,7 @@ function partsBar(parts, write, label) {
 
 function pairs(lines) {
   return el("dl", { class: "pairs" }, lines.map(([name, text]) => el("div", {},
-    el("dt", { class: name.startsWith(" ") ? "inner" : null }, name.trim()), el("dd", {}, glued(text)))));
+    el("dt", { class: name.startsWith(" ") ? "inner" : null }, unbroken(name.trim())), el("dd", {}, glued(text)))));
 }
 
 function scopeCard(scope, more = []) {
@@ -46,16 +46,26 @@ function factsCard(facts, notes) {
   const columns = [
     ...(several ? [{ title: "profile", value: ([profile]) => profile }] : []),
     { title: "figure", value: (fact) => fact[1], cell: (fact) => coded(fact[1]) },
-    { title: "value", value: (fact) => fact[2], cell: (fact) => el("span", { class: "nowrap" }, fact[2]) },
+    { title: "value", value: (fact) => fact[2], sorts: false, cell: (fact) => el("span", { class: "nowrap" }, typed(fact[2])) },
     { title: "standing", value: (fact) => fact[3], cell: (fact) => el("span", { class: `standing ${fact[3] === "assumed" ? "assumed" : ""}` }, fact[3]) },
-    { title: "source", value: (fact) => fact[4], cell: (fact) => el("span", { class: "source" }, fact[4]) },
+    { title: "source", value: (fact) => fact[4], cell: (fact) => el("span", { class: "source" }, typed(fact[4])) },
   ];
   const hint = !facts.length ? "The machine was given without sources."
     : assumed ? `${assumed} of ${facts.length} ${assumed === 1 ? "is" : "are"} assumed, neither measured nor published: vary them before you believe what rests on them.`
       : `None of ${facts.length} is merely assumed.`;
   return card("Figures of the machine", { hint, id: "facts" },
     facts.length ? grid({ columns, rows: facts, caption: "Figures of the machine", page: 20, rowHeader: several ? 1 : 0 }).root : null,
-    notes.length ? el("ul", { class: "notes" }, notes.map((note) => el("li", {}, note))) : null);
+    notesList(notes));
+}
+
+// What else is to be known of a result.
+function notesCard(notes) {
+  return notes.length ? card("Notes", { id: "notes" }, notesList(notes)) : null;
+}
+
+// Notes as they are written for a terminal, where names stand between backticks.
+function notesList(notes) {
+  return notes.length ? el("ul", { class: "notes" }, notes.map((note) => el("li", {}, note.split(/`([^`\n]+)`/).flatMap((part, i) => (i % 2 ? [coded(part)] : glued(typed(part))))))) : null;
 }
 
 function commandCard(command) {

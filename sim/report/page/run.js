@@ -7,6 +7,7 @@ function runPage(run, colours) {
   const stall = Object.values(f.stall_ns || {}).reduce((sum, ns) => sum + ns, 0);
   const moved = Object.values(f.moved_bytes || {}).reduce((sum, bytes) => sum + bytes, 0);
   const share = (ns) => (whole ? ns / whole : 0);
+  const summed = f.devices > 1 ? ` in ${numberText(f.devices)} devices` : "";
   const assumed = run.facts.filter((fact) => fact[3] === "assumed").length;
 
   const refused = f.refusal ? refusalOf(run) : null;
@@ -21,19 +22,20 @@ function runPage(run, colours) {
       assumed ? el("a", { href: "#facts", class: "badge warn", onclick: goTo }, `${assumed} assumed ${assumed === 1 ? "figure" : "figures"}`) : null),
     cautions(run.caution),
     el("p", { class: "hint" }, run.memory),
+    (run.warnings || []).map((line) => el("p", { class: "hint" }, glued(line))),
     fileLinks(run.links));
 
   const tiles = el("dl", { class: "tiles" },
-    refused ? tile("ran until", timeText(f.makespan_ns), refused.short ? "then memory was short" : words(f.refusal))
+    refused ? tile("ran until", run.end ? timeText(f.makespan_ns) : "its start", refused.short ? "then memory was short" : words(f.refusal))
       : tile("time of an iteration", timeText(f.makespan_ns), f.overhead === null || f.overhead === undefined ? null : `${percentText(f.overhead, true)} against unlimited memory`),
     tile("peak memory", bytesText(f.peak_bytes), `of ${bytesText(f.capacity_bytes)}`, f.peak_bytes / f.capacity_bytes),
-    tile("stalled", percentText(share(stall)), stall ? timeText(stall) : "never", share(stall)),
-    tile("recomputing", percentText(share(f.recompute_ns)), f.recompute_ns ? timeText(f.recompute_ns) : "nothing", share(f.recompute_ns)),
+    tile("stalled", percentText(share(stall)), stall ? timeText(stall) + summed : "never", share(stall)),
+    tile("recomputing", percentText(share(f.recompute_ns)), f.recompute_ns ? timeText(f.recompute_ns) + summed : "nothing", share(f.recompute_ns)),
     tile("moved", bytesText(moved), f.overlap === null || f.overlap === undefined ? "nothing" : `${percentText(f.overlap)} of its time hidden`),
     f.tokens_per_s ? tile("tokens per second", numberText(Math.round(f.tokens_per_s)), f.mfu ? `MFU ${percentText(f.mfu)}` : null)
       : f.samples_per_s ? tile("samples per second", digits(f.samples_per_s, 4)) : null);
 
-  const time = card("Where the time goes", { hint: f.devices > 1 ? `Main engines of ${f.devices} devices together.` : null },
+  const time = run.end === 0 ? null : card("Where the time goes", { hint: f.devices > 1 ? `Main engines of ${f.devices} devices together.` : null },
     partsBar([
       ["computing", f.compute_ns, colours.whys.run],
       ["recomputing", f.recompute_ns, colours.whys.recompute],
@@ -43,11 +45,11 @@ function runPage(run, colours) {
     ], (ns) => timeText(ns, 3), "Where the time goes"));
 
   const timeline = timelinePart(run, lanes, colours, refused);
-  return [head, refused ? card("Why it does not fit", { id: "refusal" }, refused.lines.map((line) => el("p", {}, glued(line)))) : null, tiles, el("div", { class: "watch" }, timeline.root, timeline.alive, time), stallCard(run), trafficCard(run),
+  return [head, refused ? card("Why it does not fit", { id: "refusal" }, refused.lines.map((line) => el("p", {}, glued(line)))) : null, tiles, el("div", { class: timeline.root ? "watch" : null }, timeline.root, timeline.alive, time), stallCard(run), trafficCard(run),
     card("All figures", {}, pairs(known(run.summary, refused))),
     run.doc ? card("What the policy does", { hint: run.fidelity[1] ? `Fidelity ${run.fidelity[0]}: ${run.fidelity[1]}.` : null }, el("pre", { class: "doc", tabindex: "0" }, run.doc.split(/`([^`\n]+)`/).map((part, i) => (i % 2 ? el("code", {}, part) : part)))) : null,
     scopeCard(run.scope, [refused ? "One iteration, until it did not fit." : `One iteration, ${run.steady ? "the steady state" : "the first one, not the steady state"}${run.warm_up ? ` after ${run.warm_up} for warm-up` : ""}.`]),
-    factsCard(run.facts, run.notes), commandCard(run.command)];
+    notesCard(run.beside || []), factsCard(run.facts, run.notes), commandCard(run.command)];
 }
 
 // The lines of a summary that have something to say, without those that the card above has said.
@@ -62,7 +64,8 @@ function refusalOf(run) {
   if (!f.full || !f.full.length) return { tier: null, short: null, lines: [f.error] };
   const [tier] = f.full;
   const short = { bytes: f.need_bytes, free: f.free_bytes };
-  const lines = [`After ${timeText(run.end)} ${bytesText(short.bytes)} more were asked for in ${tier}, and ${bytesText(short.free)} were free.`, f.error];
+  const when = run.end ? `After ${timeText(run.end)}` : "Before the first op ran";
+  const lines = [`${when} ${bytesText(short.bytes)} more were asked for in ${tier}, and ${bytesText(short.free)} were free.`, f.error];
   return { tier, short, lines };
 }
 
@@ -77,9 +80,14 @@ function timelinePart(run, lanes, colours, refused = null) {
     if (!tiers.has(tier.name)) tiers.set(tier.name, unpackTier(tier, run.tensors, run.roles));
     return tiers.get(tier.name);
   };
-  let tier = used.find((each) => refused && each.name === refused.tier) || used.find((each) => each.home) || used[0] || null;
+  const fullest = used.filter((each) => each.home).reduce((most, each) => (most && most.peak.bytes >= each.peak.bytes ? most : each), null);
+  let tier = used.find((each) => refused && each.name === refused.tier) || fullest || used[0] || null;
   const picked = el("p", { class: "picked hint" });
   const alive = alivePart(run, names, colours, picked, () => chart.pick(null));
+  if (run.end === 0) { // nothing lies along an axis of time
+    if (tier) alive.show(unpacked(tier), unpacked(tier).time.length, null, false, refused !== null);
+    return { root: null, alive: tier ? alive.root : null };
+  }
   const shortOf = (each) => (refused && each.name === refused.tier ? refused.short : null);
   const chart = new MemoryChart(view, names, colours.roles, {
     onPick: (time, announce) => {

@@ -16,7 +16,8 @@ from sim.analysis.peak_memory import peak_memory
 from sim.analysis.stalls import stalls_by_op
 from sim.analysis.traffic import traffic
 from sim.log import STALLS, WHYS, EventLog, Ints
-from sim.report.footer import INCLUDES, LEAVES_OUT, Footer, footer_lines, notes_beside
+from sim.report.error_bars import error_lines
+from sim.report.footer import INCLUDES, LEAVES_OUT, Footer, footer_lines, notes_beside, warnings
 from sim.report.table import summary_lines
 from sim.report.tracks import Scene
 from sim.trace.op import KINDS, PHASES
@@ -110,7 +111,9 @@ def run_data(view: RunView | SavedView) -> dict[str, Any]:
         "links": [list(link) for link in view.links],
         "caution": [],
         "command": footer.command,
-        "notes": [*platform.notes, *notes_beside(footer)],
+        "warnings": warnings(footer),
+        "notes": list(platform.notes),
+        "beside": [*error_lines([platform]), *notes_beside(footer)],
         "facts": facts_data([platform]),
         "scope": [list(line) for line in SCOPE],
         "figures": dict(view.summary),

@@ -23,14 +23,17 @@ function marker(context, shape, x, y, size) {
 }
 
 // A policy's marker as an element.
-function markerSign(colour, shape) {
+function markerSign(colour, shape, hollow) {
   const made = el("canvas", { class: "marker", width: 32, height: 32, "aria-hidden": "true" });
   const draw = () => {
     const context = made.getContext("2d");
     context.clearRect(0, 0, 32, 32);
     context.fillStyle = policyInk(colour);
+    context.strokeStyle = policyInk(colour);
+    context.lineWidth = 3;
     marker(context, shape, 16, 16, 9);
-    context.fill();
+    if (hollow) context.stroke();
+    else context.fill();
   };
   draw();
   darkness.addEventListener("change", draw);
@@ -57,7 +60,7 @@ function scaleOf(values, room, factor, units) {
     for (let power = Math.floor(a / Math.LN10); power <= b / Math.LN10; power++) {
       for (const n of steps) if (n * 10 ** power >= Math.exp(a) && n * 10 ** power <= Math.exp(b)) found.push(n * 10 ** power);
     }
-    return { at: (value) => (Math.log(value) - a) / (b - a), ticks: found, texts: found.map((value) => inUnit(value, units, 3)) };
+    return { logarithmic: true, at: (value) => (Math.log(value) - a) / (b - a), ticks: found, texts: found.map((value) => inUnit(value, units, 3)) };
   }
   const middle = (low + high) / 2;
   if (high - low < LEAST * middle) [low, high] = [middle * (1 - LEAST / 2), middle * (1 + LEAST / 2)];
@@ -144,14 +147,6 @@ class Scatter {
 
   draw() {
     const { context, width, height } = this.begin();
-    if (!this.points.length) { // nothing that axes could be of
-      this.places = [];
-      context.fillStyle = ink();
-      context.textAlign = "center";
-      context.fillText("no run fits", width / 2, height / 2);
-      tellAgain();
-      return;
-    }
     const [right, top, bottom] = [16, 12, 48];
     const h = height - top - bottom;
     const ys = scaleOf([...this.points.map((p) => p.y), ...(this.limit ? [this.limit] : [])], h / 50, 20, BYTES);
@@ -210,11 +205,12 @@ class Scatter {
     }
     context.stroke();
     context.textAlign = "center";
-    context.fillText(below, left + w / 2, height - 8);
+    const named = (name, scale) => (scale.logarithmic ? `${name}, logarithmic` : name);
+    context.fillText(named(below, xs), left + w / 2, height - 8);
     context.save();
     context.translate(11, top + h / 2);
     context.rotate(-Math.PI / 2);
-    context.fillText(beside, 0, 0);
+    context.fillText(named(beside, ys), 0, 0);
     context.restore();
   }
 

@@ -60,7 +60,14 @@ function winnersCard(table, address) {
   if ((!columns && !lines) || Object.keys(table.policies).length < 2 || !values.makespan_ns || !values.fits) return null;
   const holder = el("div", { class: "maps" });
   const more = el("p", { class: "hint", role: "status" });
-  function show(rows) {
+  const all = winnersOf(table, table.ids.map((_, row) => row), axes);
+  // rows: those chosen; none: what to say where that leaves nothing
+  function show(rows, none) {
+    if (!rows.length) {
+      holder.replaceChildren();
+      more.textContent = none;
+      return;
+    }
     const panels = [...winnersOf(table, rows, axes)];
     let cut = panels.length > PANELS;
     holder.replaceChildren(...panels.slice(0, PANELS).map(([name, cells]) => {
@@ -70,7 +77,10 @@ function winnersCard(table, address) {
       cut = cut || heads.length < allHeads.length || sides.length < allSides.length;
       const caption = `Fastest policy by ${[columns, lines].filter(Boolean).map(words).join(" and ")}${name ? `, ${name}` : ""}`;
       const body = sides.map((side) => el("tr", {}, lines ? el("th", { scope: "row" }, `${words(lines)} ${side}`) : null,
-        heads.map((head) => el("td", {}, square(cells.get(JSON.stringify([head, side])))))));
+        heads.map((head) => {
+          const place = JSON.stringify([head, side]);
+          return el("td", {}, square(cells.get(place), all.get(name).get(place)));
+        })));
       return el("figure", {}, name ? el("figcaption", {}, name) : null,
         el("div", { class: "scroller", tabindex: "0", role: "region", "aria-label": caption }, el("table", { class: "map" },
           el("caption", { class: "unseen" }, caption),
@@ -79,14 +89,19 @@ function winnersCard(table, address) {
     }));
     more.textContent = cut ? "There are more jobs than are shown; the filter below chooses among them." : "";
   }
-  function square(cell) {
+  // cell: of the runs that are chosen; whole: of all
+  function square(cell, whole) {
     if (!cell) return el("span", { class: "hint" }, NONE);
-    if (cell.best === null) return el("span", { class: "hint" }, cell.misfits ? "nothing fits" : "nothing ran");
+    if (cell.best === null) {
+      const chosen = whole.best === null ? "nothing" : "none of those chosen";
+      return el("span", { class: "hint" }, cell.misfits ? `${chosen} fits` : `${chosen} ran`);
+    }
     const over = values.overhead ? values.overhead[cell.best] : null;
     const policy = String(values.policy[cell.best]);
     return el("span", {}, el("a", { href: address(cell.best), class: "nowrap" }, markerSign(...table.policies[policy]), policy),
       el("small", {}, [timeText(values.makespan_ns[cell.best], 3), isNumber(over) ? percentText(over, true) : null,
-        cell.near ? `≈ ${cell.near} more` : null].filter(Boolean).join(" · ")));
+        cell.near ? `≈ ${cell.near} more` : null,
+        values["counters.moves_cancelled"] && values["counters.moves_cancelled"][cell.best] ? "moves cancelled" : null].filter(Boolean).join(" · ")));
   }
   const hint = `The fastest policy that fits, its time, and that over unlimited memory. ≈: policies that can't be told from it, within the model's own error of ${percentText(table.model_error)}.`;
   return { root: card("Who wins where", { hint, id: "winners" }, holder, more), show };
@@ -103,25 +118,31 @@ function overheadCard(table, job, opens, tell) {
   const { values } = table;
   const has = (name) => Object.hasOwn(values, name);
   if (!["overhead", "budget_bytes", "unconstrained_peak_bytes"].every(has)) return null;
-  const shares = new Set(table.ids.map((_, row) => shareOf(values, row)).filter((share) => share !== null));
-  if (shares.size < 2) return null;
+  const budgets = new Map(); // by job: where there is one, nothing lies along the axis
+  table.ids.forEach((_, row) => {
+    const share = shareOf(values, row);
+    if (share !== null) budgets.set(job(row), (budgets.get(job(row)) || new Set()).add(share.toFixed(3)));
+  });
+  const drawable = (row) => budgets.get(job(row)).size > 1;
+  if (![...budgets.values()].some((shares) => shares.size > 1)) return null;
   const holder = el("div", { class: "panels" });
   const more = el("p", { class: "hint", role: "status" });
   const panels = new Map();
-  function show(rows) {
+  function show(rows, none) {
     const jobs = new Map();
     for (const row of rows) {
       const share = shareOf(values, row);
       const fits = values.fits[row] && isNumber(values.overhead[row]);
-      if (share === null || (!fits && values.fits[row] !== false)) continue;
+      if (share === null || !drawable(row) || (!fits && values.fits[row] !== false)) continue;
       const name = job(row);
       if (!jobs.has(name)) jobs.set(name, []);
       const [colour, shape] = table.policies[String(values.policy[row])];
       jobs.get(name).push({ x: share, y: fits ? values.overhead[row] : null, colour, shape, row, policy: String(values.policy[row]),
         hollow: has("fidelity") && values.fidelity[row] === "reconstruction" });
     }
+    for (const [name, points] of jobs) if (points.every((point) => point.y === null)) jobs.delete(name); // crosses alone
     const drawn = [...jobs].slice(0, PANELS);
-    more.textContent = jobs.size > drawn.length ? `${numberText(jobs.size - drawn.length)} more jobs; the filter below chooses among them.` : "";
+    more.textContent = !jobs.size ? (rows.length ? "None of the runs that are chosen fits." : none) : jobs.size > drawn.length ? `${numberText(jobs.size - drawn.length)} more jobs; the filter below chooses among them.` : "";
     holder.classList.toggle("several", drawn.length > 1);
     for (const [name] of drawn) {
       if (panels.has(name)) continue;
@@ -133,7 +154,7 @@ function overheadCard(table, job, opens, tell) {
   }
   const hint = "Time over that with unlimited memory, against the budget as a part of what everything kept takes. A cross: the policy does not fit.";
   const draw = () => panels.forEach(({ curves, root }) => root.isConnected && curves.draw());
-  const legend = el("ul", { class: "legend" }, Object.entries(table.policies).map(([name, [colour, shape]]) => el("li", {}, markerSign(colour, shape), name)));
+  const legend = el("ul", { class: "legend" }, Object.entries(table.policies).map(([name, sign]) => el("li", {}, markerSign(...sign), name)));
   return { root: card("Time added over the budget", { hint, id: "overhead" }, legend, holder, more), show, holder, draw };
 }
 

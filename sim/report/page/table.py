@@ -9,8 +9,9 @@ from typing import Any
 from sim.analysis.figures import columns, known
 from sim.hardware.platform import Platform
 from sim.report.cells import MODEL_ERROR, device_ns, key_lines, name_of, ordered, standings, total, unit_of
-from sim.report.colours import policy_colour, policy_marker
+from sim.report.colours import policy_signs
 from sim.report.error_bars import error_lines, measured_on
+from sim.report.footer import beyond_lines, priced_lines
 from sim.report.page.run import SCOPE, RunView, SavedView, facts_data
 from sim.report.verdict import verdict_lines, winners_lines
 
@@ -61,6 +62,7 @@ def table_data(view: TableView) -> dict[str, Any]:
     axes = ["policy", *(name for name in differ if name != "policy")]
     facets = [name for name in differ if name not in WITHIN and not name.startswith("policy.")]
     policies = list(dict.fromkeys(str(row["policy"]) for row in rows))
+    hollow = {str(row["policy"]) for row in rows if row.get("fidelity") == "reconstruction"}
     return {
         "title": view.title,
         "subtitle": view.subtitle,
@@ -69,8 +71,7 @@ def table_data(view: TableView) -> dict[str, Any]:
         "command": view.command,
         "ids": [row["id"] for row in rows],
         "columns": [
-            [name, titles.get(name, name_of(name)), _kind(name, rows), declared[name].meaning if name in titles else ""]
-            for name in names
+            [name, _title(name), _kind(name, rows), declared[name].meaning if name in titles else ""] for name in names
         ],
         "values": {name: [row.get(name) for row in rows] for name in names},
         "same": [bool(row.get("same")) for row in rows],
@@ -79,8 +80,10 @@ def table_data(view: TableView) -> dict[str, Any]:
         "facets": facets,
         "labels": [name for name in view.labels if name in names],
         "constant": [[name, rows[0].get(name)] for name in view.labels if rows and name not in axes],
-        "policies": {name: [policy_colour(name), policy_marker(name)] for name in policies},
+        "policies": {name: [*sign, name in hollow] for name, sign in policy_signs(policies).items()},
         "links": {id: [list(link) for link in links] for id, links in view.links.items()},
+        "warnings": _warnings(view),
+        "machine_notes": _machine_notes(view),
         "notes": list(dict.fromkeys([*_keys(view.rows), *error_lines(view.platforms), *view.notes])),
         "scope": [list(line) for line in SCOPE],
         "facts": [*facts_data(view.platforms), *map(list, view.facts)],
@@ -88,6 +91,14 @@ def table_data(view: TableView) -> dict[str, Any]:
         "model_error": MODEL_ERROR,
         "model_error_on": measured_on(MODEL_ERROR),
     }
+
+
+def _title(name: str) -> str:
+    """The head of a column: that of tables, else the figure's in words, with the part that it is of."""
+    figure, _, part = name.partition(".")
+    declared = known().get(figure)
+    title = columns().get(name) or (declared.title if declared else name_of(figure))
+    return f"{title}: {name_of(part)}" if part else title
 
 
 def _flat(row: Row) -> dict[str, Any]:
@@ -153,8 +164,34 @@ def _over_fastest(rows: Sequence[Row], labels: Sequence[str]) -> list[dict[str, 
 
 def _keys(rows: Sequence[Row]) -> list[str]:
     """What the columns mean; the page itself says what its signs mean."""
-    ran = [{**row, "policy": row["id"]} for row in _summed(rows) if row["fits"]]
-    return [line for line in key_lines(ran) if not line.startswith(("≈", "manages"))]
+    named = [{**row, "policy": str(row.get("policy"))} for row in _summed(rows)]  # a folder may say anything
+    return [line for line in key_lines(named) if not line.startswith(("≈", "manages"))]
+
+
+def _warnings(view: TableView) -> list[str]:
+    """What of the runs is of another machine than the one named, as `sim.report.footer.warnings` says of one."""
+    lines: dict[str, None] = {}
+    several = len(view.platforms) > 1
+    for platform in view.platforms:
+        rows = [row for row in view.rows if row.get("profile", platform.name) == platform.name]
+        budgets = [b for row in rows if isinstance(b := row.get("budget_bytes", row.get("capacity_bytes")), int)]
+        found = beyond_lines(platform, max(budgets, default=None))
+        lines |= {f"{platform.name}: {line}" if several else line: None for line in found}
+    for row in view.rows:
+        of = f"{row['profile']}: " if several and "profile" in row else ""
+        main, _, priced = str(row.get("priced_as") or "").partition(" as ")
+        lines |= {of + line: None for line in priced_lines(main, priced)}
+    return list(lines)
+
+
+def _machine_notes(view: TableView) -> list[str]:
+    """How the machines were described, in their profiles' words; or in those of views, where no profile was read."""
+    if view.platforms:
+        of = {platform.name: platform.notes for platform in view.platforms}
+    else:
+        saved = [run.data for run in view.runs.values() if isinstance(run, SavedView) and "beside" in run.data]
+        of = {str(data["platform"]): data["notes"] for data in saved}
+    return [f"{name}: {note}" if len(of) > 1 else str(note) for name, notes in of.items() for note in notes]
 
 
 def _summed(rows: Sequence[Row]) -> list[Row]:
