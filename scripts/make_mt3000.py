@@ -2,7 +2,7 @@
 
 python scripts/make_mt3000.py             write the pages from docs/mt3000.json
 python scripts/make_mt3000.py --check     say whether they are current; exit status 1 where one is not
-python scripts/make_mt3000.py --measure   run what is missing in docs/mt3000.json first (all: some 35 minutes of processor
+python scripts/make_mt3000.py --measure   run what is missing in docs/mt3000.json first (all: 35 minutes of processor
                                           time, in a process per processor)
 python scripts/make_mt3000.py --measure rates draws    only these parts
 """

@@ -187,14 +187,8 @@ def search_layouts(
         for each in candidates
         if least_state(trace, each, manages) <= capacity and _is_held(trace, each, node, budget)
     ]
-    estimates: dict[Layout, Estimate] = {}
-    if devices > 1:
-        estimates = {layout: estimator.of(layout) for layout in fit}
-        if seconds is None:
-            fit.sort(key=lambda layout: estimates[layout].rank(capacity))
-        else:
-            fit.sort(key=lambda layout: _soon(layout, *estimates[layout].rank(capacity)))
-        fit[most:] = sorted(fit[most:], key=lambda layout: estimates[layout].spare(capacity))
+    estimates = {layout: estimator.of(layout) for layout in fit} if devices > 1 else {}
+    fit = _ranked(fit, estimates, capacity, most, is_short=seconds is not None)
     rows: list[Found] = []
     kept: dict[Layout, tuple[int, int]] = {}
     began, tried = time.monotonic(), 0
@@ -236,6 +230,21 @@ def search_layouts(
                 rows.append(_row(layout, policy, divided, platform, budget))
                 on_row(rows[-1])
     return LayoutSearch(tuple(rows), len(candidates) - len(fit), len(fit) - tried, kept)
+
+
+def _ranked(
+    layouts: Sequence[Layout], estimates: Mapping[Layout, Estimate], capacity: int, most: int, *, is_short: bool
+) -> list[Layout]:
+    """Layouts in the order in which they are simulated: after the first `most` those that spare most memory."""
+    if not estimates:
+        return [*layouts]
+
+    def rank(layout: Layout) -> tuple[float, ...]:
+        found = estimates[layout].rank(capacity)
+        return _soon(layout, *found) if is_short else found
+
+    first = sorted(layouts, key=rank)
+    return first[:most] + sorted(first[most:], key=lambda layout: estimates[layout].spare(capacity))
 
 
 def _soon(layout: Layout, group: int, time_ns: float) -> tuple[int, int, int, float]:

@@ -100,7 +100,7 @@ def _torch(result: Result, meaning: Meaning, modules: tuple[Module, ...]) -> Exp
     choice = nearest(meaning, modules, result.platform, planned, Allowed())
     budget = result.platform.home(0).capacity
     differences = (
-        *_over_devices(result.trace),
+        *_over_devices(meaning.trace),
         *_differences(meaning, choice, planned),
         *_short_of_memory(choice.cost, budget),
     )

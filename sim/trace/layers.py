@@ -22,7 +22,7 @@ from sim.trace.phases import BACKWARD, FORWARD, Ints, backward_ops, forward_ops
 def op_layers(trace: Trace) -> Ints:
     """Per op its layer: its own, or the highest of the tensors that it produces where it has none; -1 for no layer.
 
-    What has no layer of its own and reads nothing is in none: what was there before, or the batch, is no layer's work.
+    What has no layer of its own and reads nothing is in none: it was there before, or is the batch.
     """
     c = trace.op_columns
     highest = np.full(len(c.name), -1, np.int64)
