@@ -46,6 +46,7 @@ XL4 = {**GPT, "n_layer": 4, "n_embd": 1600, "n_head": 25}
 MEDIUM6 = {**GPT, "n_layer": 6, "n_embd": 1024, "n_head": 16}
 LARGE3 = {**GPT, "n_layer": 3, "n_embd": 1280, "n_head": 20}
 SMALL2 = {**GPT, "n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 8192}
+SMALL4 = {**GPT, "n_layer": 4, "n_embd": 512, "n_head": 8, "vocab_size": 12000}
 BERT3 = {"model_type": "bert", "num_hidden_layers": 3, "hidden_size": 1024, "num_attention_heads": 16,
          "intermediate_size": 4096, "vocab_size": 30522, "max_position_embeddings": 512}  # fmt: skip
 MIXTRAL2 = {"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 3584,
@@ -102,6 +103,9 @@ TEN = ("keep_all", "selective_recompute", "full_recompute", "hybrid", "dtr", "sw
        "zero_offload + full_recompute", "superoffload + full_recompute")  # fmt: skip
 """Of each kind some, where all layouts are run, too."""
 
+TWELVE = (*TEN, "tso", "optimizer_in_backward + tso")
+"""With what saves launches, which matter where kernels are short."""
+
 UNSEEN: Mapping[str, Mapping[str, Any]] = {
     "Llama 2 7B, state too large": {"model": "llama2-7b", "profile": "gh200", "batch": 1, "sequence": 2048, **WHOLE},
     "Mixtral, 8 small layers, state too large": {"model": MOE, "profile": "h100", "batch": 4, "sequence": 1024,
@@ -120,6 +124,9 @@ UNSEEN: Mapping[str, Mapping[str, Any]] = {
     "GPT-2, 2 small layers, ten policies on four devices": {
         "model": SMALL2, "profile": "a100_80_sxm", "batch": 8, "sequence": 256, "budget": 60000000, "devices": 4,
         "policies": TEN},
+    "GPT-2, 4 small layers, twelve policies on two devices": {
+        "model": SMALL4, "profile": "a100_80_sxm", "batch": 8, "sequence": 256, "budget": 330000000, "devices": 2,
+        "policies": TWELVE},
     "Llama 1B, 4 layers, state too large, in micro-batches": {"model": LLAMA4, "profile": "mt3000_survey", "batch": 2,
                                                               "sequence": 1024, "budget": 5000000000},
 }  # fmt: skip
