@@ -46,7 +46,7 @@ XL4 = {**GPT, "n_layer": 4, "n_embd": 1600, "n_head": 25}
 MEDIUM6 = {**GPT, "n_layer": 6, "n_embd": 1024, "n_head": 16}
 LARGE3 = {**GPT, "n_layer": 3, "n_embd": 1280, "n_head": 20}
 SMALL2 = {**GPT, "n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 8192}
-SMALL4 = {**GPT, "n_layer": 4, "n_embd": 512, "n_head": 8, "vocab_size": 12000}
+SMALL3 = {**GPT, "n_layer": 3, "n_embd": 512, "n_head": 8, "vocab_size": 12000}
 BERT3 = {"model_type": "bert", "num_hidden_layers": 3, "hidden_size": 1024, "num_attention_heads": 16,
          "intermediate_size": 4096, "vocab_size": 30522, "max_position_embeddings": 512}  # fmt: skip
 MIXTRAL2 = {"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 3584,
@@ -124,8 +124,8 @@ UNSEEN: Mapping[str, Mapping[str, Any]] = {
     "GPT-2, 2 small layers, ten policies on four devices": {
         "model": SMALL2, "profile": "a100_80_sxm", "batch": 8, "sequence": 256, "budget": 60000000, "devices": 4,
         "policies": TEN},
-    "GPT-2, 4 small layers, twelve policies on two devices": {
-        "model": SMALL4, "profile": "a100_80_sxm", "batch": 8, "sequence": 256, "budget": 330000000, "devices": 2,
+    "GPT-2, 3 small layers, twelve policies on two devices": {
+        "model": SMALL3, "profile": "a100_80_sxm", "batch": 8, "sequence": 256, "budget": 330000000, "devices": 2,
         "policies": TWELVE},
     "Llama 1B, 4 layers, state too large, in micro-batches": {"model": LLAMA4, "profile": "mt3000_survey", "batch": 2,
                                                               "sequence": 1024, "budget": 5000000000},
