@@ -233,7 +233,11 @@ def _freedoms(rows: Sequence[Row]) -> str:
     for row in rows:
         if (run := row.get("unlimited_run")) and run != "keep_all":
             named.setdefault(str(run), []).append(str(row["policy"]))
-    return "".join(f"; {', '.join(dict.fromkeys(policies))}: and with {run}" for run, policies in named.items())
+    found = ""
+    for run, policies in named.items():
+        own = "its own time" if len(set(policies)) == 1 else "their own times"
+        found += f"; {', '.join(dict.fromkeys(policies))}: against {own} there, with {run}"
+    return found
 
 
 ALIKE = 3

@@ -89,7 +89,9 @@ def verdict_lines(rows: Sequence[Row], model_error: float = MODEL_ERROR, *, bina
     over = top.get("overhead")
     against = ""
     if over is not None:
-        against = f", {percent(abs(over))} {'above' if over > 0 else 'below'} that with unlimited memory"
+        own = (top.get("unlimited_run") or "keep_all") != "keep_all"  # which does less than keep_all does there
+        that = "its own time" if own else "that"
+        against = f", {percent(abs(over))} {'above' if over > 0 else 'below'} {that} with unlimited memory"
         against = ", as with unlimited memory" if percent(over) == percent(0) else against
     least = f"{clock(top['makespan_ns'])}{against}, peak {size(top['peak_bytes'], binary)}"
     word = "the only one that fits" if len(fitting) == 1 and len(ran) > 1 else "the fastest"

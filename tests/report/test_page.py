@@ -488,7 +488,7 @@ def test_the_notes_of_a_sweep_name_policies_and_each_of_them_once():
     shown = table_data(TableView(title="many", labels=("policy", "batch"), rows=rows))
     assert not re.search("a{9}|b{9}|c{9}|d{9}|e{9}", json.dumps(shown["notes"]))
     (captured,) = [line for line in shown["notes"] if "captured" in line]
-    assert "; tso, swap_all, once: and with captured launches; " in captured
+    assert "; tso, swap_all, once: against their own times there, with captured launches; " in captured
     assert [line for line in shown["notes"] if "cancelled" in line] == [
         "once: 3 moves (4 kB) cancelled before the copy started: their tensors stayed where they were",
         "swap_all: moves cancelled before the copy started in 1 of 2 runs, at most 3 moves (4 kB): their tensors "

@@ -129,3 +129,9 @@ def test_notes_of_the_machine_are_counted_or_printed():
     brief, whole = (footer_lines(Footer(platform, brief=each)) for each in (True, False))
     assert f"{len(platform.notes)} notes on how this machine was described: --notes" in brief
     assert [line for line in whole if line not in brief] == list(platform.notes)
+
+
+def test_a_time_that_is_compared_with_another_baseline_says_so():
+    own = {**row("a", 114), "overhead": 0.14, "unlimited_run": "captured launches"}
+    assert "14 % above its own time with unlimited memory" in verdict_lines([own])[0]
+    assert "14 % above that with unlimited memory" in verdict_lines([{**own, "unlimited_run": "keep_all"}])[0]
