@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,6 +22,41 @@ LARGE_TIMELINE = 200_000
 
 MARKS = {"comparison": "comparison.json", "sweep": "study.json", "run": "summary.json"}
 """The file that identifies the kind of results in a folder; a comparison's folder also holds its fastest run."""
+
+PICTURES = "png|svg|pdf"
+PARTS = {
+    "comparison": rf"comparison\.(csv|txt|json|{PICTURES})|views(/.*)?",
+    "sweep": r"study\.json|lock|index\.(sqlite|sum)|segments(/.*)?|cells(/[^/]*)?",
+    "run": rf"summary\.json|view\.json\.gz|timeline\.pftrace(\.gz)?|(memory|lanes)\.({PICTURES})",
+}
+"""What results of each kind consist of, as paths in their folder; analyses of a run are NAME.csv beside these."""
+
+
+def is_part(name: str) -> bool:
+    """Whether some results have a part of that name, a path in their folder."""
+    return any(re.fullmatch(parts, name) for parts in PARTS.values())
+
+
+def folder_of_part(path: str | os.PathLike[str]) -> Path | None:
+    """The folder of saved results that a path is a part of, there or not; None for any other path.
+
+    A report or an export beside the results is none of their parts.
+    """
+    target = Path(os.path.realpath(path))
+    for folder in target.parents[:3]:
+        name = target.relative_to(folder).as_posix()
+        for kind, parts in PARTS.items():
+            if (folder / MARKS[kind]).is_file() and (re.fullmatch(parts, name) or _is_analysis(kind, name)):
+                return folder
+    return None
+
+
+def _is_analysis(kind: str, name: str) -> bool:
+    if kind == "sweep" or not name.endswith(".csv"):
+        return False
+    from sim.analysis.registry import analyses
+
+    return name.removesuffix(".csv") in analyses()
 
 
 def check_folder(path: str | os.PathLike[str], kind: str) -> Path:

@@ -119,9 +119,14 @@ class Command(TyperCommand):
         return super().parse_args(ctx, words)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; whatever it calls of a policy has the limits that were given, or the usual ones."""
+        """Run the command; whatever it calls of a policy has the limits that were given, or the usual ones.
+
+        What it would write must replace nothing that it reads.
+        """
+        from sim.commands.overwriting import check_outputs
         from sim.limits import RUN_SECONDS, usually_limited
 
+        check_outputs(ctx.params)
         seconds, actions = ctx.params.get("time_limit", RUN_SECONDS), ctx.params.get("most_actions")
         more = "--time-limit allows more" if "time_limit" in ctx.params else ""
         with usually_limited(seconds, actions=actions, more=more):

@@ -23,7 +23,8 @@ from sim.commands.options import (
     workload,
 )
 
-FILE = Option("out", Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")])
+WRITTEN = "file to write: .jsonl or .json, .jsonl.gz or .json.gz"
+FILE = Option("out", Annotated[str, typer.Option("-o", "--out", help=WRITTEN)])
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 
 
@@ -41,9 +42,9 @@ def build(**options: Any) -> None:
     from sim.report.listings import trace_page
     from sim.trace.io import save
 
-    out, json = options["out"], options["json"]
+    out, json = _trace_file(options["out"]), options["json"]
     work = workload({**options, "trace": None})
-    save(work, _trace_file(out))
+    save(work, out)
     answer(trace_page(work, json) if not json else to_json({"path": out, "hash": work.content_hash}))
 
 
@@ -57,7 +58,7 @@ def show(path: Annotated[str, typer.Argument(help="trace file")], json: Json = F
 
 def import_(
     path: Annotated[str, typer.Argument(help="file of another tool; its format is found by its content")],
-    out: Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")],
+    out: Annotated[str, typer.Option("-o", "--out", help=WRITTEN)],
     step: Annotated[
         int | None, typer.Option(help="step of a profiler's trace, N of ProfilerStep#N; default: the last complete one")
     ] = None,
@@ -71,14 +72,15 @@ def import_(
     from sim.trace.io import save
     from workloads import load_trace
 
+    target = _trace_file(out)
     work = load_trace(path, step=step)
-    save(work, _trace_file(out))
+    save(work, target)
     print(trace_page(work, json))
 
 
 def capture(
     reference: Annotated[str, typer.Argument(help="FILE.py:FUNCTION that is or returns a step, or describes it")],
-    out: Annotated[str, typer.Option("-o", "--out", help="file to write: .jsonl or .jsonl.gz")],
+    out: Annotated[str, typer.Option("-o", "--out", help=WRITTEN)],
     batch: Annotated[int | None, typer.Option(help="samples per iteration")] = None,
     seq: Annotated[int | None, typer.Option("--seq", "--sequence", help="tokens per sample")] = None,
     selected: Annotated[str | None, typer.Option(help=SELECTED_HELP)] = None,
@@ -94,12 +96,12 @@ def capture(
     from sim.trace.io import save
     from workloads.capture import capture_from_reference
 
-    sizes = {"batch": batch, "sequence": seq}
+    target, sizes = _trace_file(out), {"batch": batch, "sequence": seq}
     changes = {} if selected is None else {"selected": selected}
     work = capture_from_reference(
         reference, {name: size for name, size in sizes.items() if size is not None}, **changes
     )
-    save(work, _trace_file(out))
+    save(work, target)
     print(trace_page(work, json))
 
 
