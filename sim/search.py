@@ -31,6 +31,9 @@ from sim.trace.graph import Trace
 REPLAY = ("seed", "iterations", "recompute_limit")
 """Options of `simulate` that are no parameters of a policy."""
 
+LARGEST = 1 << 16
+"""The largest batch that is tried, unless another is asked for."""
+
 
 def fits(
     trace: Trace, platform: Platform | str | os.PathLike[str], policy: str | Policy | type[Policy], **options: Any
@@ -210,13 +213,18 @@ def _unlimited_peak(trace: Trace, platform: Platform, policy: Policy, **options:
         return 0
 
 
+def most_tried(micro_batches: int = 1) -> int:
+    """The largest batch that is tried of those that so many micro-batches divide."""
+    return max(1, LARGEST // micro_batches) * micro_batches
+
+
 @explained
 def largest_batch(
     make_trace: Callable[[int], Trace],
     platform: Platform | str | os.PathLike[str],
     policy: str | Policy | type[Policy] = "keep_all",
     *,
-    limit: int = 1 << 16,
+    limit: int = LARGEST,
     **options: Any,
 ) -> int:
     """The largest batch found to fit, by doubling, then bisection; 0 if not even one sample fits.
@@ -224,7 +232,7 @@ def largest_batch(
     make_trace: batch size -> trace, for example `lambda b: transformer("gpt2", batch=b, sequence=1024)`.
     platform: a platform, or the name or file of a profile.
     policy: see `simulate`.
-    limit: the largest batch to try.
+    limit: the largest batch to try; where that fits, it is the result, and larger ones may fit.
     options: further arguments of `simulate`.
 
     Raises WorkloadError where `make_trace` is not a function.

@@ -1049,3 +1049,72 @@ def test_the_state_over_several_devices_is_that_of_the_fullest(config):
     alone = state_of(trace_of(config), platform)
     state = state_of(trace, platform)
     assert alone.bytes / 3 < state.bytes < alone.bytes
+
+
+def test_largest_batch_refuses_a_part_of_a_peak_that_grows_with_the_batch(config, capsys):
+    job = ["--profile", "a100_40_pcie", "--model", config, "--seq", "64"]
+    code, out, err = tiersim("largest-batch", *job, "--budget", " 80% ", capsys=capsys)
+    assert (code, out) == (2, "")
+    assert "--budget  80% : a part of the unconstrained peak, which grows with the batch" in err
+    assert "'7.5 GB'" in err
+
+
+def test_the_largest_batch_says_where_the_search_ends(config, capsys, monkeypatch):
+    monkeypatch.setattr("sim.search.LARGEST", 13)
+    job = ["--profile", "a100_40_pcie", "--model", config, "--seq", "64"]
+    for parts, most in ((1, 13), (3, 12)):
+        words = [*job, "--micro-batches", str(parts)]
+        code, out, _ = tiersim("largest-batch", *words, capsys=capsys)
+        assert code == 0
+        assert f"batch {most} (the largest tried: larger ones may fit): " in out
+        code, out, _ = tiersim("largest-batch", *words, "--json", capsys=capsys)
+        assert (json.loads(out)["batch"], json.loads(out)["is_most_tried"]) == (most, True)
+        goal = ["--goal", "batch", "--policies", "keep_all", "--jobs", "1", "--seconds", "20"]
+        code, out, _ = tiersim("advise", *words, *goal, capsys=capsys)
+        assert f"at batch {most}" in out
+        assert ", the largest batch tried: larger ones may fit: " in out
+    code, out, _ = tiersim("largest-batch", *job, "--budget", "10 MB", "--json", capsys=capsys)
+    assert json.loads(out)["is_most_tried"] is False
+
+
+def test_the_largest_batch_of_micro_batches_is_a_multiple_of_their_number(config, capsys):
+    job = ["--profile", "a100_40_pcie", "--model", config, "--seq", "64", "--micro-batches", "7", "--budget", "60 MB"]
+
+    def runs(batch):
+        return it_fits(trace_of(config, batch=batch, micro_batches=7), "a100_40_pcie", "keep_all", budget=60_000_000)
+
+    code, out, _ = tiersim("largest-batch", *job, "--json", capsys=capsys)
+    found = json.loads(out)["batch"]
+    assert code == 0
+    assert found % 7 == 0
+    assert runs(found)
+    assert not runs(found + 7)
+    several = ["--policies", "keep_all", "--jobs", "1", "--seconds", "20", "--json"]
+    code, out, _ = tiersim("advise", *job, "--goal", "batch", *several, capsys=capsys)
+    assert json.loads(out)["best"]["batch"] == found
+    code, out, _ = tiersim("advise", *job, *several, capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["best"]["batch"] % 7 == 0
+
+
+RAISING = """
+from sim.policies.base import Policy
+
+
+class Raising(Policy):
+    def plan(self, problem):
+        raise ValueError("boom")
+"""
+
+
+@pytest.mark.parametrize("command", [["largest-batch", "--budget", "20 MB"], ["smallest-budget", "--batch", "4"]])
+def test_among_several_policies_a_wrong_name_is_refused_and_a_failure_is_one(command, config, tmp_path, capsys):
+    words = [*command, "--profile", "a100_40_pcie", "--model", config, "--seq", "64", "--policies"]
+    code, out, err = tiersim(*words, "keep_all,full_recomptue", capsys=capsys)
+    assert (code, out) == (2, "")
+    assert "did you mean 'full_recompute'" in err
+    (tmp_path / "raising.py").write_text(RAISING)
+    code, out, _ = tiersim(*words, f"keep_all,{tmp_path}/raising.py:Raising", capsys=capsys)
+    assert code == 1
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["keep_all", f"{tmp_path}/raising.py"]
+    assert "boom" in out

@@ -112,7 +112,7 @@ def test_every_command_that_loads_a_policy_ends(place, folder, capsys):
 def test_of_several_policies_the_others_are_answered(folder, capsys):
     words = ("smallest-budget", *JOB, "--policy", f"keep_all,{hangs(plan='loop()')}", "--time-limit", "0.5")
     code, out, err = tiersim(*words, capsys=capsys)
-    assert (code, err) == (0, "")
+    assert (code, err) == (1, "")
     assert out.startswith("keep_all: a budget of ")
     assert "p.py: policy 'p.py': no answer after " in out
 

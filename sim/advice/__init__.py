@@ -107,7 +107,7 @@ def advise(
     if devices > 1 and (goal != "throughput" or not fixed):
         raise TiersimError(f"devices: for {devices} of them give the batch of all, and goal 'throughput'")
     if not isinstance(workload, Trace):
-        axes = {**axes, "batch": 1 if batch is None else batch}
+        axes = {**axes, "batch": micro_batches(axes) if batch is None else batch}
     elif batch is not None:
         axes = {**axes, "batch": batch}  # refused, with a word
     began = time.monotonic()

@@ -16,6 +16,7 @@ from sim.analysis.pareto import pareto
 from sim.policies import load
 from sim.report.error_bars import policies_error
 from sim.report.verdict import difference, does
+from sim.search import most_tried
 from sim.units import format_bytes, format_percent, format_time
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def _verdict(advice: Advice) -> list[str]:
     if advice.near:
         lines.append(f"{advice.near[0].upper()}{advice.near[1:]}.")
     if (other := advice.also) is not None:
-        word = "Most throughput" if asked.goal == "batch" else "Largest batch that fits"
+        word = "Largest batch tried, which fits" if _is_most(advice, other) else "Largest batch that fits"
+        word = "Most throughput" if asked.goal == "batch" else word
         lines.append(f"{word}: {other['batch']}, with {other['policy']}{_divided(other, asked)}: {figures(other)}.")
     lines += [*_decisive(advice), *_choices(advice), "", *_front(advice), *_end(advice)]
     return lines
@@ -216,6 +218,11 @@ def _divided(row: Row, asked: Question | None = None) -> str:
     )
 
 
+def _is_most(advice: Advice, row: Row) -> bool:
+    """Whether no larger batch than that of a run is tried."""
+    return bool(row.get("batch", 0) >= most_tried(micro_batches(advice.question.workload)))
+
+
 def _use(advice: Advice, top: Row) -> str:
     at = f" at batch {top['batch']}{_divided(top, advice.question)}" if "batch" in top else ""
     slower = above(top, advice.ceiling)
@@ -223,7 +230,8 @@ def _use(advice: Advice, top: Row) -> str:
     less = "as fast as" if abs(slower) < 0.0005 else less
     if slower <= -0.0005:  # a policy that makes the work itself cheaper
         less = f"{format_percent(-slower)} less time than keeping everything"
-    goal = {"memory": ", the least memory found", "batch": ", the largest batch found"}.get(advice.question.goal, "")
+    largest = f", the largest batch {'tried: larger ones may fit' if _is_most(advice, top) else 'found'}"
+    goal = {"memory": ", the least memory found", "batch": largest}.get(advice.question.goal, "")
     saved = load(str(top["policy"])).saving_lines() if slower <= -0.0005 else ()
     why = f" ({'; '.join(line.removeprefix('declared saving: ') for line in saved)})" if saved else ""
     end = f"{less} with unlimited memory{why}. In each iteration {does(top)}."

@@ -11,10 +11,10 @@ from sim.advice.ceiling import ceiling
 from sim.advice.narrowing import STOPS, Search, by_ceiling, divisions, names_within
 from sim.advice.question import Question
 from sim.advice.state import state_of
-from sim.advice.trials import BOUND, EQUAL, NOTHING, Row, Trials, best, fits, setting, speed
+from sim.advice.trials import BOUND, EQUAL, NOTHING, Row, Trials, best, fits, micro_batches, setting, speed
 from sim.policies import load
+from sim.search import most_tried
 
-LARGEST = 1 << 16
 FLAT = 1.01
 """A doubled batch that brings less than this factor in speed, even with unlimited memory, is not worth more of them."""
 FEW = 3
@@ -61,14 +61,15 @@ def fastest_batch(asked: Question, trials: Trials) -> list[Row]:
     where another doubling would bring less than `FLAT` even with unlimited memory. Last the largest batch that fits.
     """
     rows: list[Row] = []
-    names, _ = candidates_for(asked.changed(batch=1))
-    batch, above = 1, 0.0
-    while batch <= LARGEST and trials.left_s:
+    unit = _unit(asked)
+    names, _ = candidates_for(asked.changed(batch=unit))
+    batch, above = unit, 0.0
+    while batch <= most_tried(unit) and trials.left_s:
         each = asked.changed(batch=batch)
         most = ceiling(each).speed
         if most > _top(rows):
             new = _few(each, trials, most, names)
-            if batch == 1 and not any(map(fits, new)):
+            if batch == unit and not any(map(fits, new)):
                 first, rest = candidates_for(each)
                 new = trials.run(each, first)
                 new = new if any(map(fits, new)) else trials.run(each, rest)
@@ -81,7 +82,8 @@ def fastest_batch(asked: Question, trials: Trials) -> list[Row]:
         batch, above = batch * 2, most
     found = best(rows)
     if found is not None:
-        for near in sorted({found["batch"] * 3 // 4, found["batch"] * 3 // 2} - {row["batch"] for row in rows}):
+        around = {part // (4 * unit) * unit for part in (found["batch"] * 3, found["batch"] * 6)}
+        for near in sorted(around - {row["batch"] for row in rows}):
             each = asked.changed(batch=near)
             if near and (most := ceiling(each).speed) > _top(rows):
                 rows += _few(each, trials, most, names)
@@ -91,6 +93,11 @@ def fastest_batch(asked: Question, trials: Trials) -> list[Row]:
         first, rest = candidates_for(asked.changed(batch=found["batch"]))
         rows += _up(asked, trials, lean([*first, *rest]), found["batch"])[0]
     return rows
+
+
+def _unit(asked: Question) -> int:
+    """What batches are multiples of: the micro-batches that are asked for."""
+    return micro_batches(asked.workload)
 
 
 def _few(asked: Question, trials: Trials, most: float, names: Sequence[str]) -> list[Row]:
@@ -110,7 +117,7 @@ def largest_batch(asked: Question, trials: Trials) -> list[Row]:
     no batch is too large for them. What plans for long waits until all others have been tried; those that are likely to
     be fast run at the largest.
     """
-    one = asked.changed(batch=1)
+    one = asked.changed(batch=_unit(asked))
     every = _every(one)
     split = {name for name in every if load(name).splits_batch} if asked.policies is None else set()
     quick = STOPS[0] * trials.seconds
@@ -150,9 +157,12 @@ def _up(
     stop_s: as for `Trials.each`.
     """
     rows: list[Row] = []
-    step, failing = 1, LARGEST + 1
-    while names and failing - fitting > 1 and trials.left_s:
-        batch = min(fitting + step, (fitting + failing) // 2) if failing <= LARGEST else min(fitting + step, LARGEST)
+    unit = _unit(asked)
+    most = most_tried(unit)
+    step, failing = unit, most + unit
+    while names and failing - fitting > unit and trials.left_s:
+        middle = (fitting + failing) // (2 * unit) * unit
+        batch = min(fitting + step, middle) if failing <= most else min(fitting + step, most)
         new = list(trials.each([(asked.changed(batch=batch), names, NOTHING)], lambda labels: True, stop_s=stop_s))
         rows += new
         held = [str(row["policy"]) for row in new if fits(row)]

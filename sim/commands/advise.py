@@ -132,8 +132,16 @@ def largest_batch(ctx: typer.Context, **options: Any) -> None:
     """
     from sim.experiment import simulate
     from sim.search import largest_batch as search
+    from sim.search import most_tried
 
+    if options["budget"] and options["budget"].strip().endswith("%"):
+        raise typer.BadParameter(
+            f"--budget {options['budget']}: a part of the unconstrained peak, which grows with the batch; expected a "
+            "size, such as '7.5 GB'"
+        )
     platform, given = platform_of(options["profile"], options["set_"]), parameters(options["param"])
+    parts = max(1, options["micro_batches"])
+    most = most_tried(parts)
     made: dict[int, Any] = {}
 
     def make(batch: int) -> Any:
@@ -141,16 +149,17 @@ def largest_batch(ctx: typer.Context, **options: Any) -> None:
             made[batch] = workload({**options, "ctx": ctx, "trace": None, "batch": batch, "chosen": ["batch"]})
         return made[batch]
 
-    how = {"budget": budget_of(options["budget"], make(1), platform), "seed": options["seed"], **given}
+    how = {"budget": budget_of(options["budget"], make(parts), platform), "seed": options["seed"], **given}
 
     def found(policy: str) -> Found:
-        def tried(batch: int) -> Any:
-            say(f"… {policy} at batch {batch}")
-            return make(batch)
+        def tried(share: int) -> Any:
+            say(f"… {policy} at batch {share * parts}")
+            return make(share * parts)
 
-        batch = search(tried, platform, policy, **how)
+        batch = parts * search(tried, platform, policy, limit=most // parts, **how)
         result = simulate(make(batch), platform, policy, **how) if batch else None
-        return Found({"policy": policy, "batch": batch}, result, f"batch {batch}")
+        more = " (the largest tried: larger ones may fit)" if batch == most else ""
+        return Found({"policy": policy, "batch": batch, "is_most_tried": batch == most}, result, f"batch {batch}{more}")
 
     _answer(options, found, lambda one: -one.figures["batch"])
 
@@ -248,11 +257,17 @@ class Found(NamedTuple):
 
 
 def _answer(options: Mapping[str, Any], search: Callable[[str], Found], order: Callable[[Found], int]) -> None:
-    """Print what was found for each policy, the best first, and why one can't run. Exits with 1 where nothing fits."""
+    """Print what was found for each policy, the best first, and why one can't run.
+
+    Exits with 1 where nothing fits, or a policy failed. Raises PolicyError for one that there is not before any runs.
+    """
     from sim.errors import PolicyError, PolicyFailed
     from sim.outputs import to_json
+    from sim.policies import load
 
-    names = names_of(options["policy"]) or []
+    names, failed = names_of(options["policy"]) or [], False
+    for name in names:
+        load(name, **parameters(options["param"]))
     ran, refused = list[Found](), dict[str, str]()
     for name in names:
         try:
@@ -264,6 +279,7 @@ def _answer(options: Mapping[str, Any], search: Callable[[str], Found], order: C
             if len(names) == 1:
                 raise
             refused[name] = str(error)
+            failed = failed or isinstance(error, PolicyFailed)
     ran.sort(key=lambda one: (one.result is None, 0 if one.result is None else order(one)))
     if options["json"]:
         rows = [{**one.figures, **({} if one.result is None else one.result.summary())} for one in ran]
@@ -271,7 +287,7 @@ def _answer(options: Mapping[str, Any], search: Callable[[str], Found], order: C
         answer(to_json(rows[0] if len(names) == 1 else rows))
     else:
         print("\n".join([*(one.line for one in ran), *(f"{name}: {text}" for name, text in refused.items())]))
-    if all(one.result is None for one in ran):
+    if failed or all(one.result is None for one in ran):
         raise typer.Exit(1)
 
 

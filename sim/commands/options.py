@@ -226,7 +226,8 @@ BUDGET = Option(
         str | None,
         typer.Option(
             callback=_readable,
-            help='bytes of the device, "7.5 GB", or a part of the unconstrained peak, "80%"; default: the capacity',
+            help='bytes of the device, "7.5 GB", or with a batch a part of the unconstrained peak, "80%"; default: '
+            "the capacity",
         ),
     ],
     None,
