@@ -164,3 +164,10 @@ def test_in_the_tree_a_name_is_taken_once_and_the_tree_must_be_there(tmp_path):
     with pytest.raises(PolicyError, match="not the root of a checkout"):
         write_policy("mine", tmp_path, in_tree=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["keep_all", "rotor"])
+def test_a_name_that_is_taken_is_refused_outside_of_the_tree_too(name, tmp_path):
+    with pytest.raises(PolicyError, match=f"called '{name}' already; nothing was written.*'my_{name}'"):
+        write_policy(name, tmp_path)
+    assert not [*tmp_path.iterdir()]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sim.comparison import Comparison
     from sim.experiment import Result
 
-WRITTEN = "name, path/to/file.py:Class, or several: 'zero_offload + rotor(slots=200)'"
+WRITTEN = "name, path/to/file.py:Class, either with (parameter=value), or several: 'zero_offload + rotor(slots=200)'"
 POLICY = Option(
     "policy",
     Annotated[str, typer.Option(help=WRITTEN)],

@@ -16,6 +16,9 @@ from sim.policies.base import Policy
 SELDOM = 0.3
 """The fraction of examples below which a declared trait is not exercised."""
 
+SAMPLE = 50
+"""Examples from which it can be told how often a trait shows: the first of them are the simplest."""
+
 
 def _moves(plan: Plan) -> bool:
     """Whether a plan may move anything by itself: the engine copies what an op reads in another tier."""
@@ -76,7 +79,10 @@ class Exercised:
         if self.policy.rarely:
             yield f"declared to show rarely: {self.policy.rarely}"
         elif self.ran and any(share < SELDOM for share in self.shares().values()):
-            yield "a trait that examples seldom show: take it away, or say in `rarely` why it is rare"
+            if self.examples < SAMPLE:
+                yield f"so few examples do not tell how often a trait shows, the first being the simplest: {SAMPLE} do"
+            else:
+                yield "a trait that examples seldom show: take it away, or say in `rarely` why it is rare"
         declared = declarations(type(self.policy))
         for parameter in parameters_of(self.policy):
             if takes_anything(declared[parameter]):

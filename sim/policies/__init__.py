@@ -2,7 +2,7 @@
 
 `policies/offload/swap_all.py` is the policy `swap_all` of family `offload`, and so is a package of that name. Others
 register theirs through the entry-point group `tiersim.policies`, or are named by file: `path/to/file.py:Class`, or
-`path/to/file.py` alone where it defines one policy.
+`path/to/file.py` alone where it defines one policy. Parameters follow in brackets, as after any name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sim.limits import calling
 from sim.policies.base import Policy, check_decided, label
 from sim.policies.composition import Composition
 from sim.policies.composition.ownership import Part
-from sim.policies.writing import Term, terms
+from sim.policies.writing import Term, parameters_in, terms
 from sim.regular_files import MOST_SOURCE, read_file
 
 __all__ = [
@@ -49,6 +49,8 @@ __all__ = [
 
 FAMILIES = ("baseline", "recompute", "offload", "state", "hybrid", "compression", "parallel")
 ENTRY_POINTS = "tiersim.policies"
+CALL_OF_FILE = re.compile(r"(?P<file>.*\.py)(:\w+)?\((?P<inside>.*)\)\s*", re.DOTALL)
+"""A policy of a file with parameters: `path/to/file.py:Class(share=0.9)`."""
 
 
 @cache
@@ -162,8 +164,14 @@ def load(name: str | Policy | type[Policy], **parameters: Any) -> Policy:
 
 def written(name: str) -> list[Term]:
     """The parts of a policy as it is written; one for a file, whatever its path looks like. Raises PolicyError."""
+    call = CALL_OF_FILE.fullmatch(name)
+    if call and os.path.isfile(call["file"]):
+        return [Term("", name[: call.start("inside") - 1], parameters_in(call["inside"], name))]
     file = policy_file(name)
-    return [Term("", name, {})] if file is not None and os.path.isfile(file) else terms(name)
+    is_whole = (
+        file is not None and os.path.isfile(file) and (name.endswith(".py") or "(" not in name.rpartition(":")[2])
+    )
+    return [Term("", name, {})] if is_whole else terms(name)
 
 
 def _loaded(name: str | type[Policy], parameters: Mapping[str, Any]) -> Policy:

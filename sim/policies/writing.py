@@ -64,7 +64,7 @@ def terms(text: str) -> list[Term]:
                 )
             if not name:
                 raise PolicyError(f"policy {text!r}: a policy is missing beside '+', ';' or ':'")
-            found.append(Term(selector, name, _parameters(inside, call)))
+            found.append(Term(selector, name, parameters_in(inside, call)))
     return found
 
 
@@ -136,7 +136,8 @@ def _call(part: str, text: str) -> tuple[str, str]:
     return name.strip(), inside.rstrip()[:-1] if bracket else ""
 
 
-def _parameters(inside: str, part: str) -> dict[str, Any]:
+def parameters_in(inside: str, part: str) -> dict[str, Any]:
+    """The parameters between the brackets of a part, as values. Raises PolicyError, which names the part."""
     found: dict[str, Any] = {}
     for pair in _pairs(inside):
         key, equals, value = pair.partition("=")

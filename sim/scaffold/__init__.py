@@ -56,9 +56,11 @@ def write_policy(
         raise PolicyError(f"no family of policies is called {family!r}{near(family, FAMILIES)}")
     root, start = Path(folder), "online_recompute" if (kind, family) == ("online", "recompute") else kind
     policy, test = root / f"{name}.py", root / f"test_{name}.py"
+    if name in names():
+        raise PolicyError(
+            f"a policy is called {name!r} already; nothing was written: expected another, such as 'my_{name}'"
+        )
     if in_tree:
-        if name in names():
-            raise PolicyError(f"a policy is called {name!r} already; nothing was written")
         if not all((root / path).exists() for path in ("sim/policies", "tests/policies", "docs/coverage.toml")):
             raise PolicyError(f"{root.resolve()} is not the root of a checkout of tiersim; nothing was written")
         policy = root / "sim" / "policies" / family / policy.name

@@ -30,6 +30,7 @@ from sim.policies import load
 from sim.policies.base import MANAGES, Policy
 from sim.report.listings import policy_page
 from sim.rewrites.slots import slots_of
+from sim.scaffold import write_policy
 from sim.trace import TraceBuilder
 from sim.trace.chain import chain
 from sim.trace.io import load as load_trace
@@ -179,10 +180,19 @@ class OnlySays(Policy):
 
 
 def test_a_trait_that_never_shows_is_reported():
-    report = check_policy(OnlySays(), examples=10)
+    report = check_policy(OnlySays(), examples=50)
     assert "recomputes" in report.not_exercised
-    assert "not exercised: recomputes" in report.as_text()
+    assert "recomputes" in report.never_shown
     assert "note: a trait that examples seldom show: take it away" in report.as_text()
+
+
+def test_a_few_examples_blame_no_trait(tmp_path):
+    write_policy("fresh", tmp_path)
+    few = check_policy(load(f"{tmp_path}/fresh.py:Fresh"), examples=5).as_text()
+    assert "not exercised: recomputes" in few
+    assert "so few examples do not tell how often a trait shows, the first being the simplest: 50 do" in few
+    assert "take it away" not in few
+    assert "note:" not in check_policy(load(f"{tmp_path}/fresh.py:Fresh"), examples=50).as_text()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 from sim import compare
 from sim.advice import advise
 from sim.cli import app
+from sim.errors import PolicyError
+from sim.policies import load, policy_files
 from sim.sweeps import load_study, run_sweep
 from workloads import transformer
 
@@ -83,3 +86,76 @@ def test_python():
     assert named(compare(trace, "mt3000_survey", NAMES, budget=budget).rows) == {*NAMES}
     found = advise(trace, "mt3000_survey", budget=budget, policies=NAMES, jobs=1, seconds=20)
     assert named(found.rows) == {*NAMES}
+
+
+OWN = """
+from dataclasses import dataclass
+
+from sim.plan import Plan
+from sim.policies.base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Policy):
+    \"\"\"Keep everything, whatever the parameters.\"\"\"
+
+    share: float = 0.5
+    word: str = ""
+
+    def plan(self, problem):
+        return Plan(problem.trace)
+"""
+
+
+@pytest.fixture(params=["mine.py", "of (2024)+mine; x/mine, own.py"])
+def own(tmp_path, request):
+    """A policy of one's own, in a folder of any name."""
+    path = tmp_path / request.param
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(OWN, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "share", "word"),
+    [
+        ("", 0.5, ""),
+        (":Mine", 0.5, ""),
+        (":Mine()", 0.5, ""),
+        (":Mine(share=0.9)", 0.9, ""),
+        ("(share=0.9, word=abc)", 0.9, "abc"),
+        (':Mine(word="a:b.py (c)", share=0.25)', 0.25, "a:b.py (c)"),
+    ],
+)
+def test_a_policy_of_a_file_has_parameters(own, text, share, word):
+    found = load(own + text)
+    assert (type(found).__name__, found.share, found.word) == ("Mine", share, word)
+    assert load(own + text, word="other").word == "other"
+    assert [*policy_files(own + text).values()] == [Path(own)]
+
+
+def test_a_wrong_parameter_of_a_file_is_named(own):
+    for text, said in {
+        ":Mine(shar=1)": "has no parameter 'shar' \\(did you mean 'share'",
+        ":Mine(share)": "'share': expected parameter=value",
+        ":Mine(share=wide)": "share is 'wide'; expected float",
+        ":Min(share=1)": "no policy class 'Min' \\(did you mean 'Mine'",
+    }.items():
+        with pytest.raises(PolicyError, match=said):
+            load(own + text)
+
+
+def test_shares_of_a_policy_of_a_file_are_compared_and_swept(tiny, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
+    path = f"{tmp_path}/mine.py"
+    names = [f"{path}:Mine", f"{path}:Mine(share=0.9)", f"layers 0: {path}:Mine(share=0.9); rest: keep_all"]
+    rows = said("compare", *JOB, "--model", tiny, "--batch", "2", "--policies", ",".join(names))
+    assert named(rows) == {*names}
+    study = tmp_path / "study.toml"
+    study.write_text(
+        f"model = '{tiny}'\nbatch = 2\nsequence = 32\nprofile = 'mt3000_survey'\npolicy = {json.dumps(names)}\n"
+    )
+    assert len(said("sweep", str(study), "-o", str(tmp_path / "out"), "--jobs", "1")) == 3
+    for name in names[1:]:
+        said("run", *JOB, "--model", tiny, "--policy", name, "-o", str(tmp_path / "run"))
+        assert said("explain", str(tmp_path / "run"), "--trust", "--seconds", "0")
