@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -1118,3 +1124,59 @@ def test_among_several_policies_a_wrong_name_is_refused_and_a_failure_is_one(com
     assert code == 1
     assert [line.partition(":")[0] for line in out.splitlines()] == ["keep_all", f"{tmp_path}/raising.py"]
     assert "boom" in out
+
+
+WAITS = '''
+import time
+from pathlib import Path
+
+from sim.policies.base import Policy
+
+
+class Waits(Policy):
+    """Plans for longer than anybody waits, and says when it began."""
+
+    def plan(self, problem):
+        Path(BEGAN).touch()
+        while True:
+            time.sleep(0.01)
+'''
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["advise", "--seconds", "300", "--jobs", "1", "--batch", "4"],
+        ["advise", "--seconds", "300", "--jobs", "2", "--batch", "4"],
+        ["advise", "--seconds", "300", "--jobs", "2", "--goal", "memory"],
+        ["smallest-budget", "--batch", "4", "--time-limit", "300"],
+        ["largest-batch", "--budget", "20 MB", "--time-limit", "300"],
+        ["search", "--devices", "2", "--global-batch", "4"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
+def test_ctrl_c_keeps_what_was_found(command, form, config, tmp_path):
+    path = tmp_path / "waits.py"
+    path.write_text(f"BEGAN = {str(path.with_suffix('.began'))!r}\n{WAITS}")
+    job = ["--profile", "a100_40_pcie", "--model", str(config), "--seq", "64"]
+    words = [*command, *job, *form, "--policies", f"full_recompute,keep_all,{path}:Waits"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "sim", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        while not path.with_suffix(".began").exists():
+            assert running.poll() is None, running.stderr.read()
+            time.sleep(0.05)
+        time.sleep(1)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        out, err = running.communicate(timeout=100)
+    finally:
+        running.kill()
+    assert running.returncode == 130
+    assert re.fullmatch(r"tiersim: stopped: \d+ (runs?|policies) so far\n", err)
+    found = json.loads(out) if form else {}
+    assert re.search("full_recompute|keep_all", out)
+    if command[0] == "advise":
+        assert found["stopped"] if found else "so far: the search was stopped" in out

@@ -87,7 +87,8 @@ def advise(
         with commas between them, or `any`, leave these to the search, which never changes them otherwise.
 
     Raises PolicyError for an unknown policy; TiersimError for an unknown goal, or several devices without a batch;
-    LayoutError where no layout has so many; ProfileError, WorkloadError, UnitError, StudyError for other mistakes.
+    LayoutError where no layout has so many; ProfileError, WorkloadError, UnitError, StudyError for other mistakes;
+    Interrupted on Ctrl-C, with the answer so far, where some run fits.
     """
     if not 0 < seconds < float("inf"):
         raise TiersimError(f"seconds: value {seconds:g}: expected a finite number above 0")
@@ -129,14 +130,32 @@ def advise(
         )
         aside = 1 - ASIDE if all(divisions(each)[-1].exceeds for each in asked.variants) else ASIDE
         with closing(Trials((1 - aside) * seconds, jobs, on_row, began)) as trials:
-            rows = search(asked, trials)
-            if not (rows or trials.left_s or trials.skipped):
-                trials.skipped_variants += 1  # not even the first run had time
-            if over is not None and over.search.best is not None and _is_slower(best(rows), over.search.best):
-                rows.append(trials.at_any_rate(first[0], over.search.best.policy))
-            trials.extend(min(seconds, trials.used_s + ASIDE * seconds) if any(map(fits, rows)) else seconds)
-            answer = _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
-            return replace(answer, devices=over)
+            try:
+                rows = search(asked, trials)
+                if not (rows or trials.left_s or trials.skipped):
+                    trials.skipped_variants += 1  # not even the first run had time
+                if over is not None and over.search.best is not None and _is_slower(best(rows), over.search.best):
+                    rows.append(trials.at_any_rate(first[0], over.search.best.policy))
+                trials.extend(min(seconds, trials.used_s + ASIDE * seconds) if any(map(fits, rows)) else seconds)
+                answer = _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
+                return replace(answer, devices=over)
+            except KeyboardInterrupt:
+                trials.stop()
+                if not any(map(fits, trials.of_the_job)):
+                    raise
+                answer = _answer(asked, state, trials.of_the_job, trials)
+                raise Interrupted(replace(answer, devices=over, stopped=True)) from None
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a search of which some run fits.
+
+    advice: the answer from the runs so far.
+    """
+
+    def __init__(self, advice: Advice) -> None:
+        self.advice = advice
+        super().__init__(f"interrupted after {len(advice.rows)} runs")
 
 
 def _is_slower(row: Row | None, found: Found) -> bool:

@@ -57,6 +57,7 @@ class Advice:
     changes: where nothing fits, changes of the workload with which it does.
     least: where every change leaves an op that alone holds more than the memory, the change with the smallest such op.
     skipped: runs for which no time was left.
+    stopped: whether the search was, with Ctrl-C.
     near: how near the best is to the least time that any plan takes; "" where no time was left to tell.
     devices: the layouts that were tried, where several devices were asked for. Peaks are of the fullest one.
     """
@@ -74,6 +75,7 @@ class Advice:
     changes: tuple[Change, ...] = ()
     least: Least | None = None
     skipped: int = 0
+    stopped: bool = False
     near: str = ""
     devices: Devices | None = None
     elapsed_s: float = field(default=0.0, compare=False)
@@ -132,6 +134,7 @@ class Advice:
             "changes": [{"options": dict(c.options), "text": c.text, "best": c.best} for c in self.changes],
             "least": None if self.least is None else asdict(self.least),
             "skipped": self.skipped,
+            "stopped": self.stopped,
             "near": self.near,
             "layout": None if self.devices is None else dict(self.question.parallel or {}),
             "verdict": self.text().splitlines(),
@@ -277,9 +280,12 @@ def _is_hurried(advice: Advice) -> bool:
 
 
 def _hurried(advice: Advice) -> Iterator[str]:
-    if _is_hurried(advice):
-        fit, left = sum(map(fits, advice.rows)), f"{_runs(advice.skipped)} left out for lack of time"
-        few = "the only run that fits" if fit == 1 else f"the best of {fit} runs that fit"
+    fit = sum(map(fits, advice.rows))
+    few = "the only run that fits" if fit == 1 else f"the best of {fit} runs that fit"
+    if advice.stopped:
+        yield f"That is {few} so far: the search was stopped, and what was left out may be faster."
+    elif _is_hurried(advice):
+        left = f"{_runs(advice.skipped)} left out for lack of time"
         yield f"That is {few} so far: {left}, and may be faster. Give the search more (--seconds)."
 
 
@@ -370,7 +376,7 @@ def _end(advice: Advice) -> Iterator[str]:
     budget, usable = advice.question.budget, advice.question.platform.home(0).capacity
     if budget is not None and budget > usable:
         yield f"the budget of {_gb(budget)} exceeds this machine: what takes more than {_gb(usable)} does not fit on it"
-    if advice.skipped and not _is_hurried(advice):
+    if advice.skipped and not (advice.stopped or _is_hurried(advice)):
         yield f"{_runs(advice.skipped)} left out for lack of time: give the search more (--seconds)"
     late = sum(row["status"] == "timed_out" for row in advice.rows)
     if late:

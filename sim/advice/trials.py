@@ -253,6 +253,16 @@ class Trials:
     def _least_s(self, group: str, policy: str) -> float:
         return max(self._took.get((group, name), 0.0) for name in (policy, *policy.split(" + ")))
 
+    @property
+    def of_the_job(self) -> list[Row]:
+        """The rows so far that are runs of the job itself, not of a changed one, nor estimates of pace."""
+        return [row for row in self.rows.values() if not {"pace", "assumed", "change"} & {*row}]
+
+    def stop(self) -> None:
+        """End the processes, and let no further run start."""
+        self.close()
+        self.extend(0.0)
+
     def close(self) -> None:
         """End the processes."""
         if self._pool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -80,6 +81,7 @@ def advise(ctx: typer.Context, **options: Any) -> None:
     and without --micro-batches, in how many of these it is taken. --precision and --optimizer take several values, with
     commas, or `any`, and leave these to the search, which never changes them otherwise.
     """
+    from sim.advice import Interrupted
     from sim.advice import advise as search
     from sim.outputs import to_json
     from workloads.steps import is_reference
@@ -104,10 +106,22 @@ def advise(ctx: typer.Context, **options: Any) -> None:
     figures = overrides(options["set_"])
     policies = names_of(options["policies"])
     told: dict[str, Any] = {"on_row": _told, "on_state": lambda state: say(state.text())}
-    advice = search(subject, options["profile"], figures=figures, policies=policies, **told, **how, **axes)
+    stopped = False
+    try:
+        advice = search(subject, options["profile"], figures=figures, policies=policies, **told, **how, **axes)
+    except Interrupted as stop:
+        advice, stopped = stop.advice, True
     answer(to_json(advice.as_dict()) if options["json"] else advice.text().rstrip("\n"))
+    if stopped:
+        _say_stopped(len(advice.rows), "runs")
     if advice.best is None:
         raise typer.Exit(1)
+
+
+def _say_stopped(number: int, kind: str) -> NoReturn:
+    """Say after an answer that it is of so many so far. Exits as Ctrl-C does."""
+    print(f"tiersim: stopped: {number} {kind if number != 1 else kind.removesuffix('s')} so far", file=sys.stderr)
+    raise typer.Exit(130)
 
 
 def _of_batches(options: dict[str, Any]) -> Any:
@@ -194,7 +208,7 @@ def search(ctx: typer.Context, **options: Any) -> None:
 
     The fastest that fits so many devices, the runner-up, and the Pareto front.
     """
-    from sim.layout_search import SEARCHED, search_layouts
+    from sim.layout_search import SEARCHED, LayoutSearch, search_layouts
     from sim.outputs import to_json
     from workloads.stacks import after_division
 
@@ -208,29 +222,44 @@ def search(ctx: typer.Context, **options: Any) -> None:
     }
     if kernels := after_division(options["stack"], max(options["devices"], 2)):
         given["stack"] = None
-    found = search_layouts(
-        workload(given),
-        options["profile"],
-        options["devices"],
-        names_of(options["policies"]) or [],
-        budget=options["budget"],
-        most=options["most"],
-        schedules=SEARCHED if options["schedules"] is None else options["schedules"].split(","),
-        overrides=overrides(options["set_"]) or None,
-        kernels=kernels,
-        on_row=lambda row: say(str(row)),
-    )
+    rows, stopped = list[Any](), False
+
+    def note(row: Any) -> None:
+        rows.append(row)
+        say(str(row))
+
+    try:
+        found = search_layouts(
+            workload(given),
+            options["profile"],
+            options["devices"],
+            names_of(options["policies"]) or [],
+            budget=options["budget"],
+            most=options["most"],
+            schedules=SEARCHED if options["schedules"] is None else options["schedules"].split(","),
+            overrides=overrides(options["set_"]) or None,
+            kernels=kernels,
+            on_row=note,
+        )
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        found, stopped = LayoutSearch(tuple(rows), 0, 0), True
     if options["json"]:
-        rows = {"best": found.best, "runner_up": found.runner_up}
-        values: dict[str, Any] = {key: row.as_dict() if row else None for key, row in rows.items()}
+        chosen = {"best": found.best, "runner_up": found.runner_up}
+        values: dict[str, Any] = {key: row.as_dict() if row else None for key, row in chosen.items()}
         values |= {"front": [row.as_dict() for row in found.front], "rows": [row.as_dict() for row in found.rows]}
         answer(to_json({**values, "cannot_fit": found.cannot_fit, "left_out": found.left_out}))
+        if stopped:
+            _say_stopped(len(rows), "runs")
     else:
         print("best       ", found.best or "nothing fits")
         if found.runner_up:
             print("runner-up  ", found.runner_up)
         for row in found.front[1:]:
             print("less memory", row)
+        if stopped:
+            _say_stopped(len(rows), "runs")
         print(
             f"{len(found.rows)} runs; {found.cannot_fit} layouts cannot hold their training state; "
             f"{found.left_out} left out by an estimate of their time (--most)"
@@ -268,13 +297,18 @@ def _answer(options: Mapping[str, Any], search: Callable[[str], Found], order: C
     names, failed = names_of(options["policy"]) or [], False
     for name in names:
         load(name, **parameters(options["param"]))
-    ran, refused = list[Found](), dict[str, str]()
+    ran, refused, stopped = list[Found](), dict[str, str](), False
     for name in names:
         try:
             with calling(name):
                 ran.append(search(name))
             if len(names) > 1:
                 say(ran[-1].line)
+        except KeyboardInterrupt:
+            if not ran:
+                raise
+            stopped = True
+            break
         except (PolicyError, PolicyFailed) as error:
             if len(names) == 1:
                 raise
@@ -287,6 +321,8 @@ def _answer(options: Mapping[str, Any], search: Callable[[str], Found], order: C
         answer(to_json(rows[0] if len(names) == 1 else rows))
     else:
         print("\n".join([*(one.line for one in ran), *(f"{name}: {text}" for name, text in refused.items())]))
+    if stopped:
+        _say_stopped(len(ran) + len(refused), "policies")
     if failed or all(one.result is None for one in ran):
         raise typer.Exit(1)
 

@@ -33,7 +33,7 @@ from sim.conformance.order import check_ops, check_order, check_tiling
 from sim.conformance.random_platforms import toml_of
 from sim.conformance.repeatability import check_repeats
 from sim.conformance.replayed import LawBroken, Replayed, run_policy
-from sim.conformance.traits import SELDOM, Exercised
+from sim.conformance.traits import ENOUGH, SELDOM, Exercised
 from sim.conformance.tried import tried
 from sim.conformance.unlimited import check_unlimited
 from sim.conformance.untouched import watched
@@ -70,9 +70,6 @@ APPLIES: Mapping[str, Callable[[Replayed], bool]] = {
     "costs": lambda run: run.done and run.plan is not None and run.plan.trace != run.trace,
 }
 """What an example needs in order to put a law to the test, where that is more than to run to its end."""
-
-ENOUGH = 15
-"""Examples that ran, from which on a declared trait that never showed counts as a fault."""
 
 CHANCES = 3
 """Runs that need a plan of its class, and have one: of so many an optimal policy claims an optimum in one at least."""

@@ -16,6 +16,9 @@ from sim.policies.base import Policy
 SELDOM = 0.3
 """The fraction of examples below which a declared trait is not exercised."""
 
+ENOUGH = 15
+"""Examples that ran, from which on a declared trait that never showed counts as a fault."""
+
 SAMPLE = 50
 """Examples from which it can be told how often a trait shows: the first of them are the simplest."""
 
@@ -79,7 +82,8 @@ class Exercised:
         if self.policy.rarely:
             yield f"declared to show rarely: {self.policy.rarely}"
         elif self.ran and any(share < SELDOM for share in self.shares().values()):
-            if self.examples < SAMPLE:
+            is_fault = self.ran >= ENOUGH and not all(self.counts.values())
+            if self.examples < SAMPLE and not is_fault:
                 yield f"so few examples do not tell how often a trait shows, the first being the simplest: {SAMPLE} do"
             else:
                 yield "a trait that examples seldom show: take it away, or say in `rarely` why it is rare"

@@ -180,7 +180,7 @@ class OnlySays(Policy):
 
 
 def test_a_trait_that_never_shows_is_reported():
-    report = check_policy(OnlySays(), examples=50)
+    report = check_policy(OnlySays(), examples=20)
     assert "recomputes" in report.not_exercised
     assert "recomputes" in report.never_shown
     assert "note: a trait that examples seldom show: take it away" in report.as_text()
