@@ -248,7 +248,7 @@ PARAM = Option(
     ],
     None,
 )
-SEED = Option("seed", Annotated[int, typer.Option(help="seed of everything random")], 0)
+SEED = Option("seed", Annotated[int, typer.Option(help="seed of everything random", min=0)], 0)
 REPLAY = (
     SEED,
     Option("iterations", Annotated[int | None, typer.Option(help="iterations to run; the last one is reported")], None),

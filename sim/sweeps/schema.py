@@ -225,10 +225,14 @@ def _time_limit(value: Any) -> float:
 
 
 def _condition(value: Any) -> Any:
+    text = value.strip() if isinstance(value, str) else ""
+    if text[:1] in ("<", ">", "!", "=") and text and not COMPARISON.fullmatch(text):
+        sign = re.match("<=|>=|<|>|", text)[0] or "!="  # type: ignore[index]
+        raise ValueError(f"value {value!r}: expected a number after the sign, as in '{sign} 4'")
     if isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list) and value and all(isinstance(each, (bool, int, float, str)) for each in value):
-        return value
+        return [_condition(each) for each in value]
     raise ValueError(f"value {value!r}: expected a value, a list of values, or a comparison such as '>= 4'")
 
 

@@ -182,12 +182,29 @@ def _across(raw: Mapping[str, Any]) -> Iterator[str]:
             names = each if isinstance(each, Mapping) else ()
             yield from (f"{key}[{i}].{axis}: there is no such axis{near(axis, known)}" for axis in names
                         if axis not in known)  # fmt: skip
+            yield from (f"{key}[{i}].{axis}: {text}" for axis in names if (text := _unlike(axis, names[axis], raw)))
 
 
 def _list(value: Any) -> list[Any]:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
+
+
+def _unlike(axis: str, asked: Any, raw: Mapping[str, Any]) -> str:
+    """What is wrong with a filter's values for an axis of numbers, or of text; "" where none is seen."""
+    field = StudyFile.model_fields.get(axis)
+    usual = None if field is None or field.is_required() else field.default
+    numbers = [isinstance(value, (int, float)) for value in _list(raw.get(axis, usual))]
+    if not numbers and axis not in DERIVED:  # no axis of this study, or a parameter
+        return ""
+    for value in _alternatives(asked):
+        compares = isinstance(value, str) and COMPARISON.fullmatch(value.strip()) is not None
+        if all(numbers) and isinstance(value, str) and not compares:
+            return f"value {value!r}: expected a number, or a comparison such as '>= 4'"
+        if not any(numbers) and compares and axis not in DERIVED:
+            return f"value {value!r}: numbers are compared, and this is none; expected one of its values"
+    return ""
 
 
 def _loads(profile: str) -> bool:

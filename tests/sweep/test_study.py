@@ -2,6 +2,7 @@
 
 import importlib.resources
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,28 @@ def test_filters_take_cells_out(study):
 def test_filters_that_leave_nothing_are_an_error(study):
     with pytest.raises(StudyError, match="no cell is left"):
         load_study(study(skip={"batch": [1, 2]})).cells()
+
+
+@pytest.mark.parametrize("key", ["skip", "only", "timeline"])
+@pytest.mark.parametrize(
+    ("condition", "said"),
+    [
+        ({"batch": "> x"}, "value '> x': expected a number after the sign, as in '> 4'"),
+        ({"batch": [1, ">=x"]}, "value '>=x': expected a number after the sign, as in '>= 4'"),
+        ({"policy": "!= keep_all"}, "value '!= keep_all': expected a number after the sign, as in '!= 4'"),
+        ({"batch": "=> 4"}, "value '=> 4': expected a number after the sign"),
+        ({"batch": "two"}, "value 'two': expected a number, or a comparison such as '>= 4'"),
+        ({"sequence": [64, "long"]}, "value 'long': expected a number, or a comparison such as '>= 4'"),
+        ({"tokens": "many"}, "value 'many': expected a number, or a comparison such as '>= 4'"),
+        ({"seed": "one"}, "value 'one': expected a number, or a comparison such as '>= 4'"),
+        ({"policy": "> 4"}, "value '> 4': numbers are compared, and this is none; expected one of its values"),
+        ({"precision": "> 4"}, "value '> 4': numbers are compared, and this is none; expected one of its values"),
+    ],
+    ids=str,
+)
+def test_a_filter_that_can_match_nothing_is_refused(study, key, condition, said):
+    with pytest.raises(StudyError, match=re.escape(said)):
+        load_study(study(**{key: [condition]}))
 
 
 def test_a_budget_may_be_a_part_of_the_unconstrained_peak(study):
