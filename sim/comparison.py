@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from sim.arguments import explained
 from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import TiersimError
-from sim.experiment import Result, budget_of, check_trace, to_platform
+from sim.experiment import Result, budget_of, check_replay, check_trace, to_platform
 from sim.hardware.platform import Platform
 from sim.layout import Layout, lay_out
 from sim.least_time import LowerBound, lower_bound
@@ -200,10 +200,11 @@ def compare(
         interruption.
     most_actions: how many actions its plan may have, None for 10,000 and 50 per op.
 
-    Raises PolicyError for an unknown name or parameter, TiersimError for fewer than one process, before anything runs;
-    Interrupted on Ctrl-C, with the rows so far.
+    Raises PolicyError for an unknown name or parameter, TiersimError for fewer than one process or a wrong seed or
+    limit, before anything runs; Interrupted on Ctrl-C, with the rows so far.
     """
     check_trace(trace)
+    check_replay(seed, recompute_limit)
     if jobs is not None and jobs < 1:
         raise TiersimError(f"jobs: value {jobs}: expected at least 1")
     trace, machine = (trace, to_platform(platform)) if parallel is None else lay_out(trace, platform, parallel)

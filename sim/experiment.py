@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -259,6 +260,26 @@ def budget_of(budget: float | str, trace: Trace, platform: Platform) -> int:
     return to_bytes(budget) if share is None else int(share * home_peak(reference_run(trace, platform)))
 
 
+def _traces(trace: Trace | Sequence[Trace]) -> list[Trace]:
+    """One trace, or one per iteration, as a list. Raises TraceError where there is none."""
+    traces = list(trace) if isinstance(trace, Sequence) and not isinstance(trace, str) else [trace]
+    if not traces:
+        raise TraceError("expected a trace, or one per iteration, not an empty list")
+    for each in traces:
+        check_trace(each)
+    return traces
+
+
+def check_replay(seed: Any, recompute_limit: Any) -> None:
+    """Raise TiersimError unless the seed is a whole number, and the limit a number or None, each at least 0."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
+        raise TiersimError(f"seed: value {seed!r}: expected a whole number of at least 0")
+    is_number = isinstance(recompute_limit, Real) and not isinstance(recompute_limit, bool)
+    if recompute_limit is not None and not (is_number and recompute_limit >= 0):
+        said = f"recompute_limit: value {recompute_limit!r}"
+        raise TiersimError(f"{said}: expected a number of at least 0, or None for no limit")
+
+
 WITHOUT_HOST = (
     "take a machine that has one (tiersim profiles), describe one in a profile of your own, or take a policy that only "
     "recomputes, such as full_recompute"
@@ -420,19 +441,17 @@ def simulate(
     parameters: parameters of the policy.
 
     Raises OutOfMemory, Infeasible, Thrashing or Deadlock where the trace cannot run within the budget; PolicyError,
-    PolicyFailed or IllegalPlan where the policy is at fault; ProfileError, TraceError, LayoutError or UnitError for bad
-    arguments.
+    PolicyFailed or IllegalPlan where the policy is at fault; ProfileError, TraceError, LayoutError, UnitError or
+    TiersimError for bad arguments.
     """
-    traces = list(trace) if isinstance(trace, Sequence) and not isinstance(trace, str) else [trace]
-    for each in traces:
-        check_trace(each)
-    traces, machine = _laid_out(traces, platform, parallel)
+    check_replay(seed, recompute_limit)
+    traces, machine = _laid_out(_traces(trace), platform, parallel)
     chosen = load(policy, **parameters)
     name = policy if isinstance(policy, str) else type(chosen).__name__
     if "gradients" in chosen.manages and any(each.meta.get("gradient_buffer") for each in traces):
         raise PolicyError(f"{name}: manages gradients, and gradient_buffer keeps them in buffers on the device")
     count = iterations if iterations is not None else max(len(traces), chosen.warm_up + 1)
-    if count < 1 or not traces:
+    if count < 1:
         raise PolicyError(f"iterations must be at least 1, not {count}")
     if count > MOST_ITERATIONS:
         raise PolicyError(f"iterations must be at most {MOST_ITERATIONS:,}")

@@ -19,7 +19,7 @@ from sim.analysis.peak_memory import home_peak, peak_bytes
 from sim.arguments import explained
 from sim.engine.replay import RECOMPUTE_LIMIT
 from sim.errors import Deadlock, Infeasible, TiersimError, WorkloadError
-from sim.experiment import check_trace, problem_for, reference_run, simulate, to_platform, unlimited
+from sim.experiment import check_replay, check_trace, problem_for, reference_run, simulate, to_platform, unlimited
 from sim.floors import left_in_place, state_in, waits_for_nothing
 from sim.hardware.platform import Platform
 from sim.iterations import run_iteration
@@ -71,8 +71,13 @@ def smallest_budget(
     search: whether to search for a policy that heeds the budget, which plans for each; without, the result is None.
     ran: the policy's plan for some budget that is too small, where it is known.
     options: further arguments of `simulate`.
+
+    Raises TiersimError for a tolerance that is none.
     """
     check_trace(trace)
+    check_replay(options.get("seed", 0), options.get("recompute_limit"))
+    if not 0 <= tolerance < 1:
+        raise TiersimError(f"tolerance: value {tolerance}: expected a number of at least 0 and below 1, such as 0.005")
     platform = to_platform(platform)
     replay = {key: options.pop(key) for key in REPLAY if key in options}
     chosen = load(policy, **options)

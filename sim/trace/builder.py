@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Real
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -96,15 +98,18 @@ class TraceBuilder:
         replaces: int | None = None,
         saved_for: str = "",
     ) -> int:
-        """Add a tensor; the arguments are the fields of `Tensor`. Returns its id."""
+        """Add a tensor; the arguments are the fields of `Tensor`. Returns its id.
+
+        Raises TraceError for a role that there is not, or bytes that are not whole.
+        """
         if role not in ROLE_CODE:
             raise TraceError(f"tensor {name!r}: role {role!r} is unknown{near(role, ROLES)}")
         t, row = self._tensors, len(self._tensors["name"])
-        t["name"].append(name)
         try:
-            t["bytes"].append(int(bytes))
+            t["bytes"].append(bytes if type(bytes) is int else _whole(f"tensor {name!r}: bytes", bytes))
         except OverflowError:
             raise TraceError(f"tensor {name!r}: bytes: 2**63 or more") from None
+        t["name"].append(name)
         t["role"].append(ROLE_CODE[role])
         t["layer"].append(layer)
         t["replaces"].append(-1 if replaces is None else replaces)
@@ -169,7 +174,10 @@ class TraceBuilder:
         counted: int | None = None,
         unbinds: Sequence[int] = (),
     ) -> int:
-        """Append an op; the arguments are the fields of `Op`. Returns its id."""
+        """Append an op; the arguments are the fields of `Op`. Returns its id.
+
+        Raises TraceError for a kind, phase or function that there is not, and numbers that are not whole, or negative.
+        """
         if kind not in KIND_CODE:
             raise TraceError(f"op {name!r}: kind {kind!r} is unknown{near(kind, KINDS)}")
         if phase not in PHASE_CODE:
@@ -183,9 +191,13 @@ class TraceBuilder:
         if counted is not None and counted < flops:
             raise TraceError(f"op {name!r}: counted is {counted}, fewer than its {flops} FLOPs")
         row = len(self._ops["name"])
-        touched, measured = -1 if bytes is None else int(bytes), -1 if duration is None else int(duration)
-        values = (name, dtype, KIND_CODE[kind], PHASE_CODE[phase], layer, int(flops), touched)
-        more = (int(workspace), device, priority, measured, random)
+        if not (type(flops) is type(workspace) is int):
+            flops, workspace = _whole(f"op {name!r}: FLOPs", flops), _whole(f"op {name!r}: workspace", workspace)
+        touched = -1 if bytes is None else bytes if type(bytes) is int else _whole(f"op {name!r}: bytes", bytes)
+        measured = -1 if duration is None else duration
+        measured = measured if type(measured) is int else _whole(f"op {name!r}: duration", measured)
+        values = (name, dtype, KIND_CODE[kind], PHASE_CODE[phase], layer, flops, touched)
+        more = (workspace, device, priority, measured, random)
         try:
             for add, value in zip(self._add_op, values + more):
                 add(value)
@@ -452,6 +464,17 @@ def _column(name: str, values: Any, kind: type[np.generic]) -> Any:
     if kind is not np.bool_ and len(wide) and not np.array_equal(narrow, wide):
         raise TraceError(f"{name}: a value between {wide.min()} and {wide.max()} does not fit")
     return narrow
+
+
+def _whole(field: str, value: Any) -> int:
+    """A whole number, of any type. Raises TraceError, which names the field, for any other value."""
+    number = None
+    with suppress(TypeError, ValueError, OverflowError):  # no number, or none that is finite
+        number = int(value)
+    if number is None or number != value:
+        nearest = f"; nearest: {round(value)}" if number is not None and isinstance(value, Real) else ""
+        raise TraceError(f"{field}: value {value!r}: expected a whole number{nearest}")
+    return number
 
 
 def _ring(name: str, ring: Ring) -> Ring:
