@@ -139,7 +139,7 @@ def validate(
         a function (`FILE.py:FUNCTION`), are captured.
     batch: samples per step; None for the first of `BATCHES` at which the simulated peaks of the policies differ, so
         that not all are those of the optimizer. A function without that parameter has its own.
-    sequence: tokens per sample; by default 128, or what a function has.
+    sequence: tokens per sample; by default 128, the positions of a GPT-2 that has fewer, or what a function has.
     precision: fp32, bf16 or amp_bf16.
     attention: sdpa or eager.
     selected: of a captured model, as for `workloads.capture.capture`.
@@ -155,8 +155,9 @@ def validate(
     _check(precision, attention, repeats, policies)
     report = progress or (lambda text: None)
     model = TINY if model is None else model
-    length = SEQUENCE if sequence is None else sequence
     try:
+        usual = SEQUENCE if is_reference(model) else _usual_length(model)
+        length = usual if sequence is None else sequence
         config = None if is_reference(model) else config_of(model, length)
     except (NotRun, NotBuiltIn):
         config = None
@@ -342,9 +343,20 @@ def _free_bytes(device: str) -> int:
         return 1 << 32
 
 
-def config_of(model: str | Mapping[str, Any], sequence: int) -> dict[str, Any]:
-    """Keys of a `config.json` for `sim.measure.steps`. Raises NotRun for a family that it does not have."""
+def _usual_length(model: str | Mapping[str, Any]) -> int:
+    """How many tokens a sample has where nobody says: fewer where the model has fewer positions."""
     config = read_config(model)
+    return min(SEQUENCE, config.positions) if config.family == "gpt2" else SEQUENCE
+
+
+def config_of(model: str | Mapping[str, Any], sequence: int) -> dict[str, Any]:
+    """Keys of a `config.json` for `sim.measure.steps`.
+
+    Raises NotRun for a family that it does not have, WorkloadError for more tokens than the model has positions.
+    """
+    config = read_config(model)
+    if config.family == "gpt2" and sequence > config.positions:
+        raise WorkloadError(f"sequence: {sequence} is longer than the {config.positions} positions of {config.name!r}")
     positions = max(config.positions, sequence)
     if config.family == "gpt2":
         return {

@@ -32,6 +32,22 @@ def test_simulated_memory_is_what_the_real_step_took(rows):
     assert found["checkpoint"].measured_bytes < 0.7 * found["none"].measured_bytes
 
 
+SHORT = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 50}
+
+
+@needs_torch
+def test_no_more_tokens_are_run_than_the_model_has_positions():
+    with pytest.raises(WorkloadError, match="sequence: 33 is longer than the 32 positions of"):
+        validate(SHORT, sequence=33, device="cpu")
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module._Job, "rows", lambda job, *rest: made.append(job) or [])
+        validate(SHORT, device="cpu")
+        validate(SHORT, sequence=8, device="cpu")
+        validate({**SHORT, "n_positions": 512}, device="cpu")
+    assert [(job.sequence, job.config["n_positions"]) for job in made] == [(32, 32), (8, 32), (128, 512)]
+
+
 @needs_torch
 def test_a_llama_with_grouped_queries_takes_the_memory_that_is_simulated():
     config = {
