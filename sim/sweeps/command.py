@@ -76,6 +76,8 @@ def run_study(
             for cell, record in swept.rows:
                 if record["row"]["status"] == status:
                     print(f"{status}: {cell['id'][:12]} {_name(cell['labels'])}: {record['row']['error']}")
+        if swept.beside:
+            print(f"{swept.beside} cells that are none of this study are kept in the folder, and not among its results")
         print(f"results in {folder}; tiersim results show {shlex.quote(folder)}")
     return 1 if swept.failed else 0
 

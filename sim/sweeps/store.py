@@ -268,6 +268,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 class Writer:
     """Adds finished cells to a folder, as its only writer; use it in a `with` statement.
 
+    beside: finished cells in the folder that are none of the study's, once it has begun.
+
     Raises StoreError if another sweep writes there, if the folder holds results and `resume` is false, or if it holds
     other files; TiersimError if a part of it is a link; OSError if it cannot be written.
     """
@@ -276,6 +278,7 @@ class Writer:
         self.folder = Path(folder)
         self.resume = resume
         self.written = 0
+        self.beside = 0
         self._lock: IO[str] | None = None
         self._segment = -1
         self._path = self.folder
@@ -335,6 +338,7 @@ class Writer:
             write_aside(path, write)
         records = Store(self.folder).records()
         known = {id: record for id, record in records.items() if stands(record, time_limit_s)}
+        self.beside = len(records.keys() - {cell["id"] for cell in about["cells"]})
         if any(cell["id"] not in known for cell in about["cells"]):
             self._sign_lock()
         return known

@@ -91,11 +91,15 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Swept:
-    """The result of a sweep: its study, each cell in order with its record, and its progress."""
+    """The result of a sweep: its study, each cell in order with its record, and its progress.
+
+    beside: finished cells in the folder that are none of the study's: of another study, or another version of it.
+    """
 
     study: Study
     rows: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...]
     progress: Progress
+    beside: int = 0
 
     @property
     def failed(self) -> int:
@@ -197,7 +201,8 @@ def _run(
             progress.note(cell, outcome)
             if on_progress:
                 on_progress(progress)
-    return Swept(study, tuple((cell, records[str(cell["id"])]) for cell in listed), progress)
+    rows = tuple((cell, records[str(cell["id"])]) for cell in listed)
+    return Swept(study, rows, progress, writer.beside if writer else 0)
 
 
 def _files(cells: list[Cell]) -> list[Named]:

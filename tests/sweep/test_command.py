@@ -39,6 +39,17 @@ def test_a_sweep_ends_with_a_summary(study_file, tmp_path, capsys):
     assert "8 were known already" in capsys.readouterr().out
 
 
+def test_cells_of_another_study_in_the_folder_are_said_to_be_kept(study_file, folder, capsys):
+    one = study_file(batch=4, policy="keep_all", budget="all")
+    assert command.run_study(one, out=folder, resume=True) == 0
+    said = "cells that are none of this study are kept in the folder, and not among its results"
+    assert f"\n8 {said}\n" in capsys.readouterr().out
+    assert command.run_study(study_file(), out=folder, resume=True) == 0
+    out = capsys.readouterr().out
+    assert "8 were known already" in out
+    assert f"\n1 {said}\n" in out
+
+
 def test_a_cell_that_failed_is_named_and_gives_exit_status_1(study_file, tmp_path, capsys, own):
     path = study_file(policy=["keep_all", own("Faulty")], budget="all", batch=1)
     assert command.run_study(path, out=str(tmp_path / "out")) == 1
