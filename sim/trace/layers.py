@@ -20,15 +20,12 @@ from sim.trace.phases import BACKWARD, FORWARD, Ints, backward_ops, forward_ops
 
 
 def op_layers(trace: Trace) -> Ints:
-    """Per op its layer: its own, or the highest of the tensors that it produces where it has none; -1 for no layer.
-
-    What has no layer of its own and reads nothing is in none: it was there before, or is the batch.
-    """
+    """Per op its layer: its own, or the highest of the tensors that it produces where it has none; -1 for no layer."""
     c = trace.op_columns
     highest = np.full(len(c.name), -1, np.int64)
     writers = np.repeat(np.arange(len(c.name)), np.diff(c.write_start))
     np.maximum.at(highest, writers, trace.tensor_columns.layer[c.write_ids])
-    return np.where(c.layer >= 0, c.layer, np.where(np.diff(c.read_start) > 0, highest, -1))
+    return np.where(c.layer >= 0, c.layer, highest)
 
 
 def has_layers(trace: Trace) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from sim.trace.builder import TraceBuilder
@@ -47,8 +48,8 @@ class _Building:
             for i, s in storages.items()
             if s.made < 0 and i not in late and (s.freed is None or s.freed >= max(s.appeared, 0))
         ]
-        for i in initial:
-            self._tensor(i, storages[i])
+        for i in initial:  # what was made before and leaves is work of no layer of this iteration
+            self._tensor(i, storages[i] if storages[i].freed is None else replace(storages[i], layer=-1))
         leaving = [self.current[i] for i in initial if storages[i].freed is not None]
         if leaving:
             # a storage that exists at the start and is released during the iteration needs a producer, or it would stay
