@@ -479,7 +479,7 @@ def about_run(options: dict[str, Any], platform: Any, trace: Any, policies: Iter
         "time_limit",
         "most_actions",
         *(MADE_OF if options["trace"] else ()),
-        *(_not_given(options) if options["model"] and is_reference(options["model"]) else ()),
+        *(_not_given(options) if is_reference(options.get("model")) else ()),
     )
     said = {k: value for k, value in options.items() if value is not None and k not in beside}
     asked = {k: value for k, value in said.items() if value is not False or k in NEGATED}

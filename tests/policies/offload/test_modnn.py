@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.analysis.bounds import bounds
 from sim.errors import Infeasible, PolicyError
-from sim.experiment import simulate
+from sim.experiment import reference_run, simulate
 from sim.hardware.profile import load_profile
 from sim.rewrites.values import departures
-from sim.search import smallest_budget
 from sim.solvers.load_curve import Curve, Variable
 from sim.solvers.longest_away import longest_away
 from sim.trace import Trace, TraceBuilder
@@ -168,7 +168,7 @@ def test_a_measured_op_of_a_sub_batch_takes_its_part_by_the_model_of_op_times() 
     card = machine()
     slow = replace(card, engines=tuple(replace(engine, launch=64) for engine in card.engines))
     trace = batched_chain()
-    budget = smallest_budget(trace, slow, "modnn(most_parts=1)", tolerance=0.01)
+    budget = bounds(reference_run(trace, slow), slow.home(0).name).memory_bytes  # the largest op with its workspace
     for parts in (2, 4):
         ran = simulate(trace, slow, "modnn(most_parts=8)", budget=int(budget / parts * 1.2))
         assert ran.plan.notes["parts"] >= parts
