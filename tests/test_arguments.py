@@ -50,7 +50,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_kind_is_refused_in_words_or_works(name: str) -> None:
+def test_a_wrong_kind_is_refused_in_words_or_works(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # "x" is the name of a file, too
     function, args, options = CALLS[name]
     names = list(inspect.signature(function).parameters)
     given = dict(zip(names, args)) | options
