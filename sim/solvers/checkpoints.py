@@ -261,9 +261,12 @@ def _forward_ends(index: TraceIndex, regions: Sequence[Region]) -> Iterator[tupl
 
 
 def _casts_weights(index: TraceIndex, op: int) -> bool:
-    reads = index.reads[op]
-    copies = index.trace.op_columns.kind[op] == KIND_CODE["copy"]
-    return bool(copies and reads and all(index.role[t] in PERSISTENT for t in reads))
+    """Whether an op copies weights to another type; a copy of the same type, transposed say, is work as any other."""
+    reads, dtype = index.reads[op], index.trace.tensor_columns.dtype
+    if index.trace.op_columns.kind[op] != KIND_CODE["copy"] or not reads:
+        return False
+    types = {dtype[t] for t in (*reads, *index.writes[op])}
+    return all(index.role[t] in PERSISTENT for t in reads) and (len(types) > 1 or "" in types)
 
 
 def _trained(index: TraceIndex) -> NDArray[np.bool_]:

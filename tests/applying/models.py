@@ -79,6 +79,33 @@ class Shared(nn.Module):
         return self.last(x).square().mean()
 
 
+class Mixed(nn.Module):
+    """A layer of experts by `einsum`, which copies its weights in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.route = nn.LayerNorm(64), nn.Linear(64, 4)
+        self.up, self.down = (nn.Parameter(torch.randn(shape) / 4) for shape in ((4, 64, 64), (4, 64, 64)))
+
+    def forward(self, x):
+        y = self.norm(x)
+        parts = torch.einsum("teh,ehd->ted", torch.einsum("td,edh->teh", y, self.up).relu(), self.down)
+        return x + (parts * self.route(y).softmax(-1)[..., None]).sum(1)
+
+
+class Mixture(nn.Module):
+    """Six such layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Mixed() for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 class Siamese(nn.Module):
     """The same layers, called for each of two inputs."""
 
@@ -143,6 +170,7 @@ MODELS = {
     "mlp": (lambda: Stack(nn.Linear(8, 32), [mlp() for _ in range(4)], nn.Linear(32, 8)), (400, 8)),
     "deep mlp": (lambda: Stack(nn.Linear(8, 32), [mlp() for _ in range(9)], nn.Linear(32, 8)), (400, 8)),
     "shared": (Shared, (2, 12, 8)),
+    "einsum": (Mixture, (64, 64)),
     "siamese": (Siamese, (16, 32)),
     "recurrent": (Recurrent, (8, 5, 16)),
     **{f"{name} net": NETS[name] for name in ("experts", "attention", "residual", "dense", "gated")},

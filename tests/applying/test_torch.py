@@ -138,6 +138,7 @@ SELECTIVE = [
     ("mixer", "selective_recompute", None),
     ("attention net", "sac_knapsack", 0.9),
     ("residual net", "selective_recompute", None),
+    ("einsum", "selective_recompute", None),
 ]
 
 
