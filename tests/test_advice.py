@@ -26,7 +26,7 @@ from sim.advice.goals import candidates_for, largest_batch, least_memory
 from sim.advice.layouts import POLICIES, _worth, with_layout
 from sim.advice.narrowing import Search, Way, by_ceiling, divisions
 from sim.advice.question import Question
-from sim.advice.reasons import FACTORS, _ladder, flips
+from sim.advice.reasons import FACTORS, _ladder, _uncertain, flips
 from sim.advice.state import state_of
 from sim.advice.trials import BOUND, Trials, best, fits, micro_batches, speed
 from sim.errors import Infeasible, PolicyError, TiersimError, WorkloadError
@@ -458,13 +458,23 @@ def test_a_figure_is_not_said_to_decide_where_a_run_did_not_end(config):
         def run_all(self, rounds):
             for _, policies, tags in rounds:
                 yield from (
-                    {**row(name, 1000), **tags, "status": "timed_out" if name == "a" else "ok"} for name in policies
+                    {**row(name, 1000), **tags, "status": "timed_out" if name == "swap_all" else "ok"}
+                    for name in policies
                 )
 
-    winner, other = row("a", 1000, moved=1), row("b", 1100, recompute=1)
+    winner, other = row("swap_all", 1000, moved=1), row("rotor", 1100, recompute=1)
     found, tried, known = flips(asked, winner, [winner, other], Stopped())
     assert found == []
     assert (tried, known > 0) == (0, True)
+
+
+def test_where_the_host_updates_the_weights_its_figures_are_varied_first(config):
+    asked = Question({"model": config, "batch": 4, **AXES}, "mt3000_survey")
+    on_host, on_device = (_uncertain(asked, row(name, 1000)) for name in ("stronghold + swap_all", "swap_all"))
+    assert on_host[0].path.startswith("engines.cpu.")
+    assert "engines.cpu.bandwidth_share.optimizer" in {fact.path for fact in on_host if fact.standing == "estimate"}
+    assert on_device[0].path.startswith("links.")
+    assert {*on_host} == {*on_device}
 
 
 def test_ranking_what_is_left_open_leaves_time_to_run_some_of_it(config, monkeypatch):

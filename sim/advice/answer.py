@@ -51,8 +51,8 @@ class Advice:
     best: the row to take by the goal; None where nothing fits.
     runner_up: the best of another policy; None where there is none.
     ceiling: what unlimited memory would give at the best batch.
-    flips: assumed figures that decide between the best and others.
-    figures_tried, figures_all: how many assumed figures were varied, and how many there are.
+    flips: assumed and estimated figures that decide between the best and others.
+    figures_tried, figures_all: how many such figures were varied, and how many there are.
     choices: what was found with each combination of what the question leaves open, at the best batch.
     changes: where nothing fits, changes of the workload with which it does.
     least: where every change leaves an op that alone holds more than the memory, the change with the smallest such op.
@@ -294,12 +294,12 @@ def _decisive(advice: Advice) -> Iterator[str]:
         return
     tried = f"{advice.figures_tried} of {advice.figures_all} tried"
     if not advice.flips:
-        halved = "no assumed figure of the profile, halved or doubled,"
+        halved = "no assumed or estimated figure of the profile, halved or doubled,"
         yield f"Of what was run, {halved} makes the fastest of another kind faster by 1 % ({tried})."
         return
     paths = len({flip.path for flip in advice.flips})
     figures_ = "figure" if paths == 1 else "figures"
-    yield f"{paths} assumed {figures_} of the profile, halved or doubled, would change this ({tried}):"
+    yield f"{paths} assumed or estimated {figures_} of the profile, halved or doubled, would change this ({tried}):"
     for flip in advice.flips:
         by = "which alone fits" if flip.lead == float("inf") else f"faster by {format_percent(flip.lead)}"
         yield f"  {flip.path} = {flip.value} instead of {flip.text}: {flip.policy}, {by}"
@@ -378,6 +378,8 @@ def _end(advice: Advice) -> Iterator[str]:
         yield f"the budget of {_gb(budget)} exceeds this machine: what takes more than {_gb(usable)} does not fit on it"
     if advice.skipped and not (advice.stopped or _is_hurried(advice)):
         yield f"{_runs(advice.skipped)} left out for lack of time: give the search more (--seconds)"
+    if advice.question.steps:
+        yield "the batch was not divided into micro-batches: only the function that makes a step knows what one is"
     late = sum(row["status"] == "timed_out" for row in advice.rows)
     if late:
         each = "it" if late == 1 else "each"

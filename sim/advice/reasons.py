@@ -14,7 +14,9 @@ from sim.advice.question import Question
 from sim.advice.state import state_of
 from sim.advice.trials import Row, Trials, best, fits, setting, speed
 from sim.errors import ProfileError, WorkloadError
+from sim.hardware.platform import Fact
 from sim.hardware.profile import load_profile, profile_names
+from sim.policies import load
 from sim.report.verdict import kind
 from sim.units import format_bytes
 
@@ -23,6 +25,7 @@ FACTORS = (0.5, 2.0)
 FLIPPED = 1.01
 """Another policy has to be faster by this factor to count as another answer."""
 RIVALS = 3
+UNSURE = ("assumed", "estimate")
 MATTERS = ("links.", "tiers.", "engines.")
 SMALLER = {
     "adamw_8bit": "AdamW with 8-bit state, which is not the same update",
@@ -43,7 +46,7 @@ BESIDE_TIME = (".nominal", ".capacity")
 
 @dataclass(frozen=True)
 class Flip:
-    """An assumed figure that decides.
+    """An assumed or estimated figure that decides.
 
     path, text: the figure as the profile has it.
     value: another value of it, with which `policy` is the fastest.
@@ -72,22 +75,16 @@ class Change:
 
 
 def flips(asked: Question, winner: Row, rows: Sequence[Row], trials: Trials) -> tuple[list[Flip], int, int]:
-    """Assumed figures of the profile which, halved or doubled, make another policy the fastest; how many were tried.
+    """Uncertain figures of the profile which, halved or doubled, make another policy the fastest; how many were tried.
 
     Runs the winner and the fastest policies of the other kinds (recomputing, copying, both, neither). Figures of links
-    come first, then memories, then engines. Returns the flips, the number of figures tried, and that of all.
+    come first, then memories, then engines, but see `_uncertain`. Returns the flips, the number of figures tried, and
+    that of all.
     """
     names = [str(winner["policy"]), *_rivals(winner, rows)]
     if len(names) < 2:
         return [], 0, 0
-    figures = sorted(
-        (
-            fact
-            for fact in asked.platform.assumed
-            if fact.path.startswith(MATTERS) and not fact.path.endswith(BESIDE_TIME) and NUMBER.fullmatch(fact.text)
-        ),
-        key=lambda fact: next(i for i, part in enumerate(MATTERS) if fact.path.startswith(part)),
-    )
+    figures = _uncertain(asked, winner)
     rounds = [
         (each, names, {"assumed": (fact.path, fact.text, value)})
         for fact in figures
@@ -109,6 +106,32 @@ def flips(asked: Question, winner: Row, rows: Sequence[Row], trials: Trials) -> 
             found.append(Flip(path, text, value, str(top["policy"]), lead))
     tried = len({row["assumed"][0] for row in new})
     return found, tried, len(figures)
+
+
+def _uncertain(asked: Question, winner: Row) -> list[Fact]:
+    """Figures that nobody measured or published, and estimates, of what times depend on: links, memories, engines.
+
+    Before all others those of the host's engines where they update the weights; of equal ones the assumed first.
+    """
+    main = asked.platform.main_engine(0).name.partition("@")[0]
+    on_host = "optimizer_state" in load(str(winner["policy"])).manages
+
+    def order(fact: Fact) -> tuple[bool, int, bool]:
+        of_host = fact.path.startswith("engines.") and not fact.path.startswith(f"engines.{main}.")
+        part = next(i for i, part in enumerate(MATTERS) if fact.path.startswith(part))
+        return not (on_host and of_host), part, fact.standing != "assumed"
+
+    return sorted(
+        (
+            fact
+            for fact in asked.platform.facts
+            if fact.standing in UNSURE
+            and fact.path.startswith(MATTERS)
+            and not fact.path.endswith(BESIDE_TIME)
+            and NUMBER.fullmatch(fact.text)
+        ),
+        key=order,
+    )
 
 
 def _scaled(text: str) -> Iterator[str]:
