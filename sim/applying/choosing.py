@@ -22,6 +22,10 @@ Timed = tuple[Module, tuple[int, ...]]
 """A module with the sweeps in which it was recomputed."""
 
 
+WORSE = 0.02
+"""By this part checkpoints may take more memory than none: a plan that saves nothing has a counterpart, too."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """Checkpoints and what is sent to the host, with their run.
@@ -60,8 +64,8 @@ class Allowed:
 def nearest(meaning: Meaning, modules: Sequence[Module], platform: Platform, planned: Cost, allowed: Allowed) -> Choice:
     """Of checkpoints that fit, those nearest to the run in memory and time; if none fits, those of the least peak.
 
-    None that takes more memory than no checkpoint at all. Where none of what resembles the run fits, further modules
-    are wrapped.
+    None that takes clearly more memory than no checkpoint at all. Where none of what resembles the run fits, further
+    modules are wrapped.
     """
     trace, budget = meaning.trace, platform.home(0).capacity
 
@@ -72,7 +76,7 @@ def nearest(meaning: Meaning, modules: Sequence[Module], platform: Platform, pla
     sets = {tuple(each.key for each in found): found for found in candidates(meaning, modules, allowed)}
     nothing = Choice((), (), run_of(trace, plan_of(trace, (), (), platform), platform))
     tried = [simulated(found) for found in sets.values()]
-    choices = [c for c in tried if c.cost.peak_bytes <= nothing.cost.peak_bytes] or [nothing]
+    choices = [c for c in tried if c.cost.peak_bytes <= (1 + WORSE) * nothing.cost.peak_bytes] or [nothing]
     fitting = [c for c in choices if c.cost.peak_bytes <= budget]
     if not fitting:
         for found in _with_more(meaning, modules, min(choices, key=lambda c: c.cost.peak_bytes).checkpoints):
