@@ -27,6 +27,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from sim.analysis.peak_memory import home_peak
 from sim.arguments import explained
 from sim.errors import LayoutError, TiersimError, near
@@ -460,8 +462,8 @@ def least_state(trace: Trace, layout: Layout, manages: Collection[str] = ()) -> 
     divided = known.has[TENSOR] if layout.tp > 1 else frozenset()
     dealt = known.has[EXPERTS] if layout.ep > 1 else frozenset()
     total = 0
-    for t in range(len(role)):
-        if trace.producer[t] >= 0 or role[t] not in PERSISTENT or MANAGED_AS[ROLES[role[t]]] in manages:
+    for t in np.flatnonzero((trace.producer < 0) & np.isin(role, PERSISTENT)).tolist():
+        if MANAGED_AS[ROLES[role[t]]] in manages:
             continue
         share, same = layout.tp if t in divided else 1, layout.dp * layout.cp
         if t in dealt and is_of_experts(trace, known.family[t]):

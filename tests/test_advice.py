@@ -41,6 +41,7 @@ from sim.search import fits as it_fits
 from sim.sweeps.execute import Job
 from sim.trace.graph import Trace
 from tests.test_cli import tiersim
+from tests.test_compare import WAITS
 from workloads import cnn, transformer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -1134,23 +1135,6 @@ def test_among_several_policies_a_wrong_name_is_refused_and_a_failure_is_one(com
     assert code == 1
     assert [line.partition(":")[0] for line in out.splitlines()] == ["keep_all", f"{tmp_path}/raising.py"]
     assert "boom" in out
-
-
-WAITS = '''
-import time
-from pathlib import Path
-
-from sim.policies.base import Policy
-
-
-class Waits(Policy):
-    """Plans for longer than anybody waits, and says when it began."""
-
-    def plan(self, problem):
-        Path(BEGAN).touch()
-        while True:
-            time.sleep(0.01)
-'''
 
 
 @pytest.mark.parametrize(

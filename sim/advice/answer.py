@@ -258,16 +258,16 @@ def _next(top: Row, other: Row, asked: Question) -> str:
 def _simpler(advice: Advice, top: Row) -> Iterator[str]:
     """What is simpler than the choice and slower by less than the model's own error, of which only the fastest."""
     error = policies_error()
-    near = [row for row in advice.at_best if speed(row) * (1 + error) >= speed(top) and moves(row) < moves(top)]
+    near = [row for row in advice.at_best if speed(row) * (1 + error) >= speed(top) and _taken_on(row) < _taken_on(top)]
     if near:
-        least = min(map(moves, near))
-        other = max((row for row in near if moves(row) == least), key=speed)
+        least = min(map(_taken_on, near))
+        other = max((row for row in near if _taken_on(row) == least), key=speed)
         slower = f"{format_percent(speed(top) / speed(other) - 1)} slower, within the model's own error of"
         yield f"Simpler: {other['policy']}{_divided(other, advice.question)}, {slower} {format_percent(error)}."
 
 
-def moves(row: Row) -> tuple[int, int]:
-    """How much a run's policies take upon them: kinds of state beside activations, and policies."""
+def _taken_on(row: Row) -> tuple[int, int]:
+    """How much a run takes upon itself: kinds of state that its policies move, and policies."""
     state = {"weights", "gradients", "optimizer_state"}
     return len(state & set(load(str(row["policy"])).manages)), effort(row)[0]
 

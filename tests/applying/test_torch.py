@@ -30,6 +30,19 @@ from workloads.steps import training_step  # noqa: E402
 trace_of = cache(models.trace_of)
 
 
+def stepped(model, x):
+    """A step of a model, run once, so that the optimizer has its state; and that optimizer."""
+    tuned = models.SGD(model.parameters())
+
+    def step():
+        model(x).backward()
+        tuned.step()
+        tuned.zero_grad()
+
+    step()
+    return step, tuned
+
+
 def tracked(name, apply, monkeypatch, host=False):
     """The peak of PyTorch's own tracker for a step under fake tensors, sizes not rounded; with that of the host."""
     monkeypatch.setattr(mem_tracker._WeakRefInfo, "_calculate_mem_consumed", lambda self: self.size * self.element_size)
@@ -37,14 +50,7 @@ def tracked(name, apply, monkeypatch, host=False):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = apply(make())
         x = torch.zeros(shape, dtype=torch.int64 if models.is_language(name) else torch.float32)
-        tuned = models.SGD(model.parameters())
-
-        def step():
-            model(x).backward()
-            tuned.step()
-            tuned.zero_grad()
-
-        step()
+        step, tuned = stepped(model, x)
         tracker = mem_tracker.MemTracker()
         tracker.track_external(model, x, tuned)
         with tracker:
@@ -92,14 +98,7 @@ class Storages(TorchDispatchMode):
 
 def peak_of_storages(name, apply):
     model, x = apply(MODELS[name][0]()), models.batch(name)
-    tuned = models.SGD(model.parameters())
-
-    def step():
-        model(x).backward()
-        tuned.step()
-        tuned.zero_grad()
-
-    step()
+    step, tuned = stepped(model, x)
     states = [t for state in tuned.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     with Storages(x, *model.parameters(), *states) as found:
         step()
