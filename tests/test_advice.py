@@ -843,6 +843,15 @@ def test_a_batch_that_a_function_refuses_is_named(config):
         advise(lambda batch: transformer(config, batch=batch, **AXES), "a100_40_pcie", sequence=64)
 
 
+def test_what_is_known_to_fit_is_run_again_where_it_was_ended_for_lack_of_time(config):
+    asked, trials = Question({"model": config, "batch": 2, **AXES}, "a100_40_pcie"), Trials(60.0, jobs=1)
+    (id,) = trials._cells([(asked, ["keep_all"], {})], {})
+    trials.rows[id] = {"policy": "keep_all", "status": "timed_out"}
+    row = trials.at_any_rate(asked, "keep_all")
+    assert row["status"] == "ok"
+    assert trials.at_any_rate(asked, "keep_all") is row
+
+
 @pytest.mark.parametrize("goal", ["throughput", "batch", "memory"])
 def test_a_search_without_any_time_does_not_say_that_nothing_fits(config, goal):
     given = advise(config, "h100", goal=goal, seconds=1e-9, **AXES)

@@ -176,9 +176,9 @@ class Trials:
         return repr((dict(asked.workload), asked.profile, dict(asked.parallel or {})))
 
     def at_any_rate(self, asked: Question, policy: str) -> Row:
-        """The row of a policy that is known to fit, whatever time is left."""
+        """The row of a policy that is known to fit, whatever time is left, and though it was ended for lack of it."""
         ((id, each),) = self._cells([(asked, [policy], {})], NOTHING).items()
-        if id not in self.rows:
+        if self.rows.get(id, {"status": "timed_out"})["status"] == "timed_out":
             outcome = self._bench.run({**each.cell.task, "time_limit_s": None})
             self.rows[id] = {**each.cell.labels, **outcome["row"], **outcome["ran"]}
         return self.rows[id]

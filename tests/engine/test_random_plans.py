@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from sim.conformance import CHECKS, replayed
 from sim.engine.replay import replay
-from sim.errors import IllegalPlan, OutOfMemory, TiersimError
+from sim.errors import IllegalPlan, OutOfMemory, Thrashing, TiersimError
 from sim.log import EventLog
 from tests.engine.random_plans import Anything, planned
 
@@ -58,7 +58,7 @@ def test_with_room_for_everything_no_legal_plan_is_refused(case):
     if isinstance(run.error, OutOfMemory):
         assert host is not None
         assert run.error.tier == "host"  # some hosts are small
-    else:
+    elif not isinstance(run.error, Thrashing):  # which is about time: a plan may recompute without end
         assert run.error is None or any(why in str(run.error) for why in NO_WAY_BACK)
 
 
