@@ -132,7 +132,7 @@ def test_nothing_unrelated_changes_a_random_run(online):
     def check(case, shift, copies, pooled, chosen):
         example, plan = case
         what, log = outcome(plan, example.platform)
-        if log is None:
+        if log is None or what.startswith("Thrashing"):  # its limit is in the time of all ops, unrelated ones as well
             return
         at = instants(log)
         # some or all instants, the nanosecond before, or the one after
