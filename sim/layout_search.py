@@ -19,7 +19,6 @@ of its communication would be faster than the best so far, at most `most` of the
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -52,9 +51,9 @@ NEARLY = 0.005
 MOST_DOUBLINGS = 8
 SAVED = 1.1
 """By what a policy may save more in one layout than in another."""
-ALIKE = 0.05
-"""Estimates of times are no nearer than this to each other: of those the one of fewest microbatches, whose trace is the
-smallest, is simulated first where time is short."""
+WORK = 0.15
+"""Where time is short a layout is simulated the later the more microbatches it has, by this power of their number: each
+has all ops once, and a first answer is worth more than an estimate of which of many layouts is the fastest."""
 SEARCHED = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
 """Schedules that a search tries: those whose iterations compute the same, without the one that never overlaps."""
 BUCKETS = (0, DDP, 100 << 20)
@@ -249,9 +248,9 @@ def _ranked(
     return first[:most] + sorted(first[most:], key=lambda layout: estimates[layout].spare(capacity))
 
 
-def _soon(layout: Layout, group: int, time_ns: float) -> tuple[int, int, int, float]:
-    """What layouts are ordered by where time is short; see `ALIKE`."""
-    return group, round(math.log(max(1.0, time_ns)) / ALIKE), layout.micro_batches, time_ns
+def _soon(layout: Layout, group: int, time_ns: float) -> tuple[int, float]:
+    """What layouts are ordered by where time is short; see `WORK`."""
+    return group, time_ns * layout.micro_batches**WORK
 
 
 def _saving(policy: str, rows: Sequence[Found], kept: Mapping[Layout, tuple[int, int]]) -> float:

@@ -12,8 +12,8 @@ import pytest
 from sim import LayoutError, Trace, load_profile, simulate
 from sim.analysis.peak_memory import home_peak
 from sim.layout import Layout, lay_out, with_layers
-from sim.layout_estimate import Estimator
-from sim.layout_search import BUCKETS, SEARCHED, _distinct, layouts, least_state, search_layouts, variants
+from sim.layout_estimate import Estimate, Estimator
+from sim.layout_search import BUCKETS, SEARCHED, _distinct, _ranked, layouts, least_state, search_layouts, variants
 from tests.rewrites.test_expert_parallel import MIXTRAL
 from tests.test_cli import tiersim
 from workloads import transformer
@@ -65,6 +65,18 @@ def test_what_a_policy_moves_proves_nothing_about_what_a_device_must_hold(base: 
         for policies in (["keep_all"], ["keep_all", "zero_offload(weights=host) + full_recompute"])
     )
     assert kept.cannot_fit > moved.cannot_fit == 0
+
+
+def test_where_time_is_short_few_microbatches_come_before_what_is_hardly_faster() -> None:
+    few, many, slow, large = Layout(dp=4), Layout(dp=4, micro_batches=8), Layout(tp=4), Layout(pp=2, dp=2)
+    times = {few: 1.2, many: 1.0, slow: 2.0, large: 0.1}
+    estimates = {layout: Estimate(ns, 9 if layout == large else 1, 9) for layout, ns in times.items()}
+
+    def order(*, is_short: bool) -> list[Layout]:
+        return _ranked(list(times), estimates, 4, 4, is_short=is_short)
+
+    assert order(is_short=False) == [many, few, slow, large]
+    assert order(is_short=True) == [few, many, slow, large]
 
 
 @pytest.fixture(scope="module")
