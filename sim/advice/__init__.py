@@ -131,19 +131,22 @@ def advise(
         aside = 1 - ASIDE if all(divisions(each)[-1].exceeds for each in asked.variants) else ASIDE
         with closing(Trials((1 - aside) * seconds, jobs, on_row, began)) as trials:
             try:
+                if over is not None and over.is_stopped:
+                    raise KeyboardInterrupt
                 rows = search(asked, trials)
                 if not (rows or trials.left_s or trials.skipped):
                     trials.skipped_variants += 1  # not even the first run had time
-                if over is not None and over.search.best is not None and _is_slower(best(rows), over.search.best):
-                    rows.append(trials.at_any_rate(first[0], over.search.best.policy))
+                rows += _of_the_layout(first[0], over, rows, trials)
                 trials.extend(min(seconds, trials.used_s + ASIDE * seconds) if any(map(fits, rows)) else seconds)
                 answer = _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
                 return replace(answer, devices=over)
             except KeyboardInterrupt:
                 trials.stop()
-                if not any(map(fits, trials.of_the_job)):
+                rows = trials.of_the_job
+                rows += _of_the_layout(first[0], over, rows, trials)
+                if not any(map(fits, rows)):
                     raise
-                answer = _answer(asked, state, trials.of_the_job, trials)
+                answer = _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
                 raise Interrupted(replace(answer, devices=over, stopped=True)) from None
 
 
@@ -156,6 +159,12 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, advice: Advice) -> None:
         self.advice = advice
         super().__init__(f"interrupted after {len(advice.rows)} runs")
+
+
+def _of_the_layout(asked: Question, over: Devices | None, rows: Sequence[Row], trials: Trials) -> list[Row]:
+    """The run that the search over layouts found to be the fastest, where none of the rows is as fast; else nothing."""
+    found = None if over is None else over.search.best
+    return [trials.at_any_rate(asked, found.policy)] if found is not None and _is_slower(best(rows), found) else []
 
 
 def _is_slower(row: Row | None, found: Found) -> bool:

@@ -10,7 +10,7 @@ from sim.advice.question import Question
 from sim.errors import TiersimError
 from sim.layout import Layout
 from sim.layout_search import POLICIES as USUAL
-from sim.layout_search import LayoutSearch, nearest_number, search_layouts
+from sim.layout_search import Found, LayoutSearch, nearest_number, search_layouts
 from sim.units import format_percent
 
 POLICIES = (*USUAL, "swap_all", "zero_offload + full_recompute", "tso")
@@ -27,17 +27,21 @@ class Devices:
     """The layouts that were tried for so many devices.
 
     others: in how many of them beside the best one policies were searched, too.
+    is_stopped: whether Ctrl-C ended the search over layouts.
     """
 
     number: int
     search: LayoutSearch
     others: int = 0
+    is_stopped: bool = False
 
     def text(self) -> str:
         """What was chosen and what is next, in one line."""
         top, other, search = self.search.best, self.search.runner_up, self.search
         tried = len({*search.unlimited, *(row.layout for row in search.rows)})
         rest = f"{search.left_out} more left out by an estimate, {search.cannot_fit} cannot hold their state"
+        if self.is_stopped:
+            rest = "the search was stopped"
         if top is None or top.makespan_ns is None:
             return f"layout of {self.number} devices: {search.rows[0].layout}; none of {tried} fitted ({rest})"
         text = f"layout of {self.number} devices: {top.layout}, the fastest of {tried} with {top.policy} ({rest})"
@@ -56,7 +60,8 @@ def with_layout(asked: Question, devices: int, seconds: float) -> tuple[Question
     everything kept in unlimited memory takes less time than that: `OTHERS` of them, fewer where each takes long, none
     where options of the training are left to it.
 
-    Raises TiersimError where no layout can hold the training state; LayoutError where none has so many devices.
+    Raises TiersimError where no layout can hold the training state; LayoutError where none has so many devices;
+    KeyboardInterrupt on Ctrl-C where none has fitted yet.
     """
     from workloads.stacks import after_division
 
@@ -65,23 +70,30 @@ def with_layout(asked: Question, devices: int, seconds: float) -> tuple[Question
     plain = asked if kernels is None else replace(asked, workload={**asked.workload, "stack": "eager"})
     began = time.monotonic()
     named = asked.policies or POLICIES
-    found = search_layouts(
-        plain.trace, asked.profile, devices, [name for name in POLICIES if name in named] or named,
-        budget=asked.budget, most=MOST, seconds=seconds, overrides=asked.figures or None, kernels=kernels, fastest=True,
-    )  # fmt: skip
+    policies = [name for name in POLICIES if name in named] or named
+    so_far, is_stopped = list[Found](), False
+    try:
+        found = search_layouts(
+            plain.trace, asked.profile, devices, policies, budget=asked.budget, most=MOST, seconds=seconds,
+            overrides=asked.figures or None, kernels=kernels, fastest=True, on_row=so_far.append,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        found, is_stopped = LayoutSearch(tuple(so_far), 0, 0), True
+        if found.best is None:
+            raise
     if not found.rows:
         more = nearest_number(plain.trace, asked.profile, devices, budget=asked.budget, overrides=asked.figures or None)
         nearest = "another batch or machine" if more is None else more
         what = "weights and optimizer state in all memories of its machines"
         raise TiersimError(f"devices: no layout of {devices} holds {what}; nearest: {nearest}")
     each_s = (time.monotonic() - began) / max(1, len(found.unlimited))
-    most = 0 if asked.open else min(OTHERS, int(seconds * PART / max(1e-9, each_s)))
+    most = 0 if asked.open or is_stopped else min(OTHERS, int(seconds * PART / max(1e-9, each_s)))
     first, *others = _worth(found, most)
     new = replace(asked, parallel=first.said(), layouts=tuple(layout.said() for layout in others))
     for each, layout in zip(new.variants, (first, *others), strict=False):
         if layout in found.unlimited:
             vars(each)["kept"] = found.unlimited[layout]
-    return new, Devices(devices, found, len(others))
+    return new, Devices(devices, found, len(others), is_stopped)
 
 
 def _worth(found: LayoutSearch, most: int) -> list[Layout]:
