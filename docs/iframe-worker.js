@@ -34,3 +34,11 @@ if (location.protocol === "file:") {
     }
   }
 }
+
+// The language of queries takes a leading dash for "without this word": an option is found with its dashes, too.
+const QUERY = 2
+const send = window.Worker.prototype.postMessage
+window.Worker.prototype.postMessage = function (message, ...rest) {
+  const isQuery = message?.type === QUERY && typeof message.data === "string"
+  return send.call(this, isQuery ? { ...message, data: message.data.replace(/(^|\s)--+(?=\w)/g, "$1") } : message, ...rest)
+}

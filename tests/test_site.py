@@ -108,17 +108,18 @@ def test_a_page_loads_nothing_from_elsewhere(site):
         assert not re.search(r"url\(\W?https?:|@import", sheet.read_text(encoding="utf-8")), sheet.name
 
 
-def test_the_search_finds_pages_of_a_folder(site, browser):
+@pytest.mark.parametrize(("typed", "expected"), [("belady", "belady"), ("--time-limit", "time-limit")])
+def test_the_search_finds_pages_of_a_folder(typed, expected, site, browser):
     page = browser.new_page()
     page.goto((first_page(site).parent / "policies" / "chen.html").as_uri())
     page.focus("input.md-search__input")
     ready = page.locator(".md-search-result__meta", has_text="Type to start searching")
     ready.wait_for(state="attached")  # what is typed before the index is there is not searched for
-    page.locator("input.md-search__input").press_sequentially("belady")  # it listens to keys
+    page.locator("input.md-search__input").press_sequentially(typed)  # it listens to keys
     hit = page.locator(".md-search-result__link").first
     hit.wait_for()
     assert urlsplit(hit.get_attribute("href")).scheme == "file"
-    assert "belady" in page.locator(".md-search-result__list").inner_text().lower()
+    page.locator(".md-search-result__list", has_text=expected).wait_for()  # it searches after each key
     page.close()
 
 
