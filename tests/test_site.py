@@ -108,7 +108,7 @@ def test_a_page_loads_nothing_from_elsewhere(site):
         assert not re.search(r"url\(\W?https?:|@import", sheet.read_text(encoding="utf-8")), sheet.name
 
 
-@pytest.mark.parametrize(("typed", "expected"), [("belady", "belady"), ("--time-limit", "time-limit")])
+@pytest.mark.parametrize(("typed", "expected"), [("belady", "belady"), ("--micro-batches", "micro-batches")])
 def test_the_search_finds_pages_of_a_folder(typed, expected, site, browser):
     page = browser.new_page()
     page.goto((first_page(site).parent / "policies" / "chen.html").as_uri())
