@@ -4,7 +4,7 @@ python scripts/make_performance.py             write the page and the figure fro
 python scripts/make_performance.py --check     say whether the page is current; exit status 1 where it is not
 python scripts/make_performance.py --measure   measure all cases, each in processes of its own (ten minutes), then write
 python scripts/make_performance.py --measure "w1 96" …   those alone whose name in the data has one of these texts in
-    it; the others keep their figures and the day they are from
+    it; the others keep their figures and the day they are from; "compiled" are those of the engine as C
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ TITLES = {
     "gpt2": "GPT-2 medium with 12 to 384 layers: a whole iteration with AdamW in mixed precision",
 }
 LARGEST = {"w1": 768, "gpt2": 384}
+COMPILED = (("w1", 96), ("gpt2", 24))
+"""Of which traces the engine as C is measured, too."""
 COMMANDS = {
     "tiersim demo": ["demo"],
     "tiersim compare, Llama 2 7B on ascend_910b": ["compare", "--profile", "ascend_910b", "--model", "llama2-7b"],
@@ -89,13 +91,13 @@ def key(kind: str, size: int, policy: str, share: float | None) -> str:
     return f"{kind} {size} {policy}{'' if share is None else f' {share}'}"
 
 
-def run_case(kind: str, size: int, policy: str, share: float | None) -> dict[str, Any]:
-    """The quickest of some processes."""
+def run_case(kind: str, size: int, policy: str, share: float | None, root: Path = ROOT) -> dict[str, Any]:
+    """The quickest of some processes. root: where the program is."""
     words = [sys.executable, "-m", "benchmarks.simulate", kind, str(size), policy, *([str(share)] if share else [])]
     found = []
     for _ in range(ROUNDS):
         try:
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
             return {"status": "timed out"}
         if done.returncode:
@@ -136,7 +138,22 @@ def measure(texts: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
     }
     machine = f"{platform.machine()}, {cores()} cores, Python {platform.python_version()}"
     about = {"machine": machine, "rounds": ROUNDS, "limit_s": LIMIT_S}
-    return {**about, "cases": cases, "commands": commands}
+    compiled = measure_compiled() if is_asked("compiled", texts) else known["compiled"]
+    return {**about, "cases": cases, "commands": commands, "compiled": compiled}
+
+
+def measure_compiled() -> dict[str, Any]:
+    """Cases with the engine in Python and as C, one after the other."""
+    from benchmarks.compiled import compiled_copy
+
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        root = compiled_copy(Path(folder))
+        for kind, size in COMPILED:
+            for case in ((kind, size, *run) for run in CURVES[kind]):
+                found[key(*case)] = {"python": run_case(*case), "c": run_case(*case, root), **when()}
+                print(key(*case), found[key(*case)], file=sys.stderr)
+    return found
 
 
 def is_asked(name: str, texts: Sequence[str]) -> bool:
@@ -200,6 +217,19 @@ def again(data: Mapping[str, Any], depth: int) -> str:
     return f"Another call on the same W1 trace of {depth} layers, as in a sweep: {', '.join(found)}."
 
 
+def compiled(data: Mapping[str, Any]) -> str:
+    """The engine in Python and as C: ratios of a further call on the same trace."""
+    rows = []
+    for kind, size in COMPILED:
+        for policy, share in CURVES[kind]:
+            record = data["compiled"][key(kind, size, policy, share)]
+            python, c = (record[way]["again_s"] / record[way]["bare_s"] for way in ("python", "c"))
+            trace = f"{'W1' if kind == 'w1' else 'GPT-2 medium'}, {size} layers"
+            rows.append([trace, f"`{policy}`{f' at {share:.0%}' if share else ''}", digits(python), digits(c),
+                         digits(python / c)])  # fmt: skip
+    return table(["trace", "policy", "Python", "C", "Python over C"], rows, 2)
+
+
 def peers(data: Mapping[str, Any]) -> str:
     """What peers took, and what `simulate()` takes."""
     rows = []
@@ -225,6 +255,8 @@ def page(data: Mapping[str, Any]) -> str:
         limit=data["limit_s"],
         curves=curves,
         again=again(data, 96),
+        compiled=compiled(data),
+        compiled_on=max(record["date"] for record in data["compiled"].values()),
         peers=peers(data),
         commands=table(["command", "wall", "processor"], commands),
     )
@@ -276,6 +308,26 @@ off, can be much of a figure.
 Left out of each figure: starting Python and imports, building or reading the trace, reading the profile, figures of
 the summary (analyses, the run with unlimited memory), tables and plots. Included: preparing the trace for the
 machine, planning, replay, the log.
+
+## The engine as C
+
+The part of the engine that goes through events one by one (`sim/engine/event_path`) can be compiled by
+[mypyc](https://mypyc.readthedocs.io), from the same source and to the same logs, byte for byte. It is optional, takes
+a C compiler and a minute or two, and is built from a source distribution, so that nothing compiled is left in the
+working tree:
+
+```bash
+pip install build
+HATCH_BUILD_HOOK_ENABLE_MYPYC=1 python -m build
+pip install --force-reinstall dist/tiersim-*.whl
+```
+
+`tiersim --version` says which engine it is. Ratios to the bare loop of another call on the same trace, planning
+included, both measured in turn on {compiled_on}. Runs that are a straight sequence are NumPy's in either; policies,
+plans and SimPy itself stay Python:
+
+{compiled}
+A policy that moves or is asked gains; how much depends on how much of its time is its own.
 
 ## Peers
 

@@ -64,7 +64,9 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        print(f"tiersim {version('tiersim')}")
+        from sim.engine import is_compiled
+
+        print(f"tiersim {version('tiersim')}{' (compiled engine)' if is_compiled() else ''}")
         raise typer.Exit
 
 

@@ -47,6 +47,7 @@ def test_every_case_that_the_page_names_was_measured_or_given_up(script, data):
                 assert name in data["cases"] or name.split(" ", 2)[2] in given_up, name
     assert {script.key(*peer.case) for peer in script.PEERS} <= data["cases"].keys()
     assert data["commands"].keys() == script.COMMANDS.keys()
+    assert len(data["compiled"]) == sum(len(script.CURVES[kind]) for kind, _ in script.COMPILED)
 
 
 def test_ratios_are_those_of_the_seconds(data):

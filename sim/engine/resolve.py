@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -131,6 +131,7 @@ class Resolved:
         self.born: dict[int, tuple[int, int | None]] = {}
         for tensor, where in plan.place.items():
             name, offset = (where, None) if isinstance(where, str) else where
+            offset = int(offset) if isinstance(offset, np.integer) else offset
             self.born[prepared.trace.tensor_id(tensor)] = (self._tier(name, f"place of tensor {tensor!r}"), offset)
         self.special = {prepared.producer[t] for t in self.born}
         self._unpressed = plan.unpressed if plan.online is not None else None
@@ -160,6 +161,7 @@ class Resolved:
         if type(action) is Move:
             tensor, tier = action.tensor, self._tier_ids.get(action.to)
             is_plain = action.wire is None and action.codec is None and action.delay == 0
+            is_plain = is_plain and type(action.priority) is int
             if type(tensor) is int and 0 <= tensor < self._tensors and tier is not None and is_plain:
                 act = ACT(("move", tensor, tier, action))
         elif type(action) is Drop:
@@ -229,7 +231,7 @@ class Resolved:
                 raise IllegalPlan(f"{action}: a codec takes at least 1 B/s")
             if action.delay < 0:
                 raise IllegalPlan(f"{action}: delay is negative")
-            return Act("move", tensor, self._tier(action.to, action), action)
+            return Act("move", tensor, self._tier(action.to, action), _plain(action))
         if isinstance(action, Drop):
             return Act("drop", tensor, self._homes[device] if action.tier is None else self._tier(action.tier, action))
         raise IllegalPlan(f"{action!r} is not an action; there are Drop, Recompute, Move and Wait")
@@ -253,3 +255,13 @@ class Resolved:
             except TraceError as error:
                 raise IllegalPlan(f"{action}: {error}") from None
         return acts
+
+
+def _plain(move: Move) -> Move:
+    """A move whose numbers are Python's: those of NumPy overflow."""
+    numbers, wire, codec = (move.priority, move.delay), move.wire, move.codec
+    if {type(value) for value in (*numbers, wire or 0, codec or 0)} == {int} and type(move.keep) is bool:
+        return move
+    priority, delay = map(int, numbers)
+    wire, codec = (None if value is None else int(value) for value in (wire, codec))
+    return replace(move, priority=priority, delay=delay, wire=wire, codec=codec, keep=bool(move.keep))

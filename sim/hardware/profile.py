@@ -59,14 +59,29 @@ def load_profile(name_or_path: str | os.PathLike[str], *, overrides: Mapping[str
     Raises ProfileError with every mistake in the file, one line each, and with the nearest valid name for an unknown
     one.
     """
+    file, changed = _read(name_or_path), dict(overrides or {})
+    key = (*file, *((path, repr(figure)) for path, figure in changed.items()))
+    if key in _loaded:
+        return _loaded[key]
+    if len(_loaded) >= KEPT:
+        del _loaded[next(iter(_loaded))]
+    _loaded[key] = platform = _load(*file, changed)
+    return platform
+
+
+KEPT = 64
+"""How many platforms are kept, by the text of their files and what is changed in it: a run by name costs no reading."""
+_loaded: dict[tuple[Any, ...], Platform] = {}
+
+
+def _load(name: str, label: str, text: str, overrides: Mapping[str, str]) -> Platform:
     from pydantic import ValidationError  # imported here: listing names does not need it
 
     from sim.hardware.assemble import assemble
     from sim.hardware.schema import ProfileFile
 
-    name, label, text = _read(name_or_path)
     raw = _parse(label, text)
-    _set(label, raw, overrides or {})
+    _set(label, raw, overrides)
     names = {group: list(raw[group]) if isinstance(raw.get(group), dict) else [] for group in _GROUPS}
     try:
         profile = ProfileFile.model_validate(raw, context=names)

@@ -29,6 +29,16 @@ def small(tmp_path):
 # ---- what a file becomes -------------------------------------------------------------------------
 
 
+def test_a_file_is_read_again_only_when_its_text_or_what_is_changed_in_it_is_another(small):
+    first = load_profile(small)
+    assert load_profile(small) is first
+    halved = load_profile(small, overrides={"tiers.hbm.capacity": "1 GB"})
+    assert halved.home(0).capacity == 10**9 != first.home(0).capacity
+    assert load_profile(small) is first
+    small.write_text(ONE + "\n# edited\n", encoding="utf-8")
+    assert load_profile(small) is not first
+
+
 def test_a_file_becomes_the_platform_that_it_describes(small):
     p = load_profile(small)
     assert (p.name, p.description, p.notes, p.devices) == ("small", "made up", ("none",), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ COUNTERS = (
 class Columns:
     """Rows of integers, appended to a flat list and packed when it grows long."""
 
-    PACK = 1 << 19
+    PACK: ClassVar[int] = 1 << 19
 
     def __init__(self, width: int) -> None:
         self.width = width
