@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,8 +19,18 @@ from sim.trace.graph import Trace
 # `after` one op; in an online answer it has no anchor.
 
 
+class _Pickled:
+    """Pickles as its fields in order, in half the time that frozen dataclasses take: large plans travel."""
+
+    __slots__ = ()
+    __match_args__: ClassVar[tuple[str, ...]] = ()
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), tuple(getattr(self, each) for each in self.__match_args__)
+
+
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(_Pickled):
     """Release the copy of a tensor in a tier. If it was the last copy, only recomputation brings the tensor back.
 
     tensor: which one.
@@ -35,7 +45,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(_Pickled):
     """Run an op again that has already run. Outputs that are still resident are not held twice beyond its end.
 
     The device waits for the first run if another engine is still executing it. An op that writes in place does so on
@@ -52,7 +62,7 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Move(_Pickled):
     """Copy a tensor to another tier, concurrently with computation, then release the source.
 
     If the destination already has a copy, nothing is copied. The source is the tier with the shortest route among
@@ -82,7 +92,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(_Pickled):
     """Hold the device until the op that first makes a tensor, and its transfer, have ended, if they are under way.
 
     tensor: which one.

@@ -59,18 +59,19 @@ def stalls_by_op(log: EventLog, device: int | None = None) -> pd.DataFrame:
     import pandas as pd
 
     rows = on_main(log, device) & (log.interval("why") == STALL)
-    frame = pd.DataFrame(
+    op, cause = log.interval("op")[rows], log.interval("cause")[rows]
+    order = np.lexsort((cause, op))
+    op, cause, ns = op[order], cause[order], (log.interval("end") - log.interval("start"))[rows][order]
+    first = np.flatnonzero(np.diff(op, prepend=-2) | np.diff(cause, prepend=-1))
+    total = np.add.reduceat(ns, first) if len(first) else ns
+    count = np.diff(first, append=len(ns))
+    longest = np.lexsort((cause[first], op[first], -total))
+    names, chosen = log.trace.op_columns.name, first[longest]
+    return pd.DataFrame(
         {
-            "op": log.interval("op")[rows],
-            "cause": log.interval("cause")[rows],
-            "stall_ns": (log.interval("end") - log.interval("start"))[rows],
+            "op": [names[each] if each >= 0 else "" for each in op[chosen].tolist()],
+            "cause": [STALLS[each] for each in cause[chosen].tolist()],
+            "stall_ns": total[longest],
+            "stalls": count[longest],
         }
     )
-    table = frame.groupby(["op", "cause"], as_index=False).agg(
-        stall_ns=("stall_ns", "sum"), stalls=("stall_ns", "size")
-    )
-    table = table.sort_values(["stall_ns", "op", "cause"], ascending=[False, True, True], ignore_index=True)
-    names = log.trace.op_columns.name
-    table["op"] = [names[op] if op >= 0 else "" for op in table["op"]]
-    table["cause"] = [STALLS[cause] for cause in table["cause"]]
-    return table

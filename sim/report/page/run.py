@@ -96,7 +96,6 @@ def run_data(view: RunView | SavedView) -> dict[str, Any]:
         return dict(view.data)
     log, footer, platform = view.log, view.footer, view.log.platform
     ops, tensors = log.trace.op_columns, log.trace.tensor_columns
-    by_op = stalls_by_op(log)
     return {
         "title": view.title,
         "workload": footer.workload,
@@ -139,7 +138,7 @@ def run_data(view: RunView | SavedView) -> dict[str, Any]:
         },
         "lanes": _lanes(log),
         "tiers": [_tier(log, number) for number in range(len(platform.tiers))],
-        "stalls": [list(row) for row in by_op[["op", "cause", "stall_ns", "stalls"]].itertuples(index=False)],
+        "stalls": stalls_by_op(log)[["op", "cause", "stall_ns", "stalls"]].to_numpy().tolist(),
         "traffic": [[t.link, t.bytes, t.transfers, t.busy_ns, t.busy, t.utilisation] for t in traffic(log)],
     }
 
