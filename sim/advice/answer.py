@@ -337,7 +337,7 @@ def _front(advice: Advice) -> Iterator[str]:
 
 
 def _nothing(advice: Advice) -> Iterator[str]:
-    runs = len(advice.rows)
+    runs = len({row["policy"] for row in advice.rows})
     if advice.state.exceeds_all:
         yield "Nothing fits, whatever is moved or recomputed: the state alone is more than all memories hold."
     elif advice.skipped and not advice.changes and all(row["status"] == "timed_out" for row in advice.rows):
@@ -353,9 +353,9 @@ def _nothing(advice: Advice) -> Iterator[str]:
         alone = f"{advice.rows[0]['policy']}, the only one that was run, does not fit."
         yield alone if runs == 1 else f"Of {runs} policies and compositions that were run, none fits."
     elif advice.devices is not None and advice.devices.search.left_out:
-        yield f"Nothing fits in the layouts that were tried: {runs} policies and compositions were run in the best."
+        yield f"Nothing fits in the layouts that were tried: {_policies(runs)} in the best."
     elif runs:
-        yield f"Nothing fits: {runs} policies and compositions were run."
+        yield f"Nothing fits: {_policies(runs)}."
     else:
         why = "moves enough of the state" if not advice.question.exceeds else "splits what is too large"
         yield f"Nothing fits: no policy or composition {why}."
@@ -384,6 +384,11 @@ def _end(advice: Advice) -> Iterator[str]:
     if late:
         each = "it" if late == 1 else "each"
         yield f"{_runs(late)} ended because {each} took more than {SHARE:.0%} of the search's time"
+
+
+def _policies(number: int) -> str:
+    """So many policies, and the verb."""
+    return "1 policy was run" if number == 1 else f"{number} policies and compositions were run"
 
 
 def _runs(number: int) -> str:
