@@ -5,17 +5,23 @@ included, and runs ahead: op k is dispatched `once + sum(dispatch of the ops up 
 however far the device is. A device that comes to an op waits until it has been dispatched (stall `launch`), after the
 actions before it and before its reads are restored. So short ops are bound by the CPU, and behind long ones it is
 hidden. Ops of an engine that devices share, the host's CPU, are not dispatched: they are calls.
+
+What an op adds to an iteration is thus what it takes on the device or what it takes to dispatch, by which of the two
+the iteration has to wait for (`added`).
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.op import KIND_CODE, PHASE_CODE, PHASES
 
 EAGER = "eager"
@@ -71,3 +77,38 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
             updates = np.flatnonzero((c.device == device) & (c.phase == PHASE_CODE["update"]) & ~called)
             waits.update(updates[:1].tolist())
     return Dispatched(each, figures.once, frozenset(waits))
+
+
+def added(trace: Trace, platform: Platform) -> NDArray[np.int64]:
+    """What each op adds to an iteration that runs them in order and waits for nothing but its CPU, in ns. Shape (ops,).
+
+    Let r be the last op whose start the CPU sets. All before r have to be dispatched until then, and add that; those
+    after r add their time on the device, and r both. These are the slopes of the makespan, the largest sum over all r,
+    which they add up to, with what the CPU takes once. From where the CPU waits for the device the count begins afresh.
+    An op that is not of its device's main engine adds its own time.
+    """
+    if not platform.dispatch:
+        return op_times(trace, platform).total
+    return kept(trace, "added", platform.timing_hash, lambda: _added(trace, platform))
+
+
+def _added(trace: Trace, platform: Platform) -> NDArray[np.int64]:
+    times = op_times(trace, platform)
+    known = dispatched(trace, platform, times.engine)
+    if known is None:
+        return times.total
+    found = times.total.copy()
+    for device in range(trace.devices):
+        own = np.flatnonzero(trace.op_columns.device == device)
+        on_main = times.engine[own] == platform.engine_for(device)
+        fresh = [i for i, op in enumerate(own.tolist()) if op in known.synchronized]
+        for first, end in pairwise([0, *fresh, len(own)]):
+            ops, main = own[first:end], on_main[first:end]
+            takes, launch = np.where(main, times.total[ops], 0), known.each[ops]
+            lead = np.cumsum(launch) - (np.cumsum(takes) - takes) + (0 if first else known.once)
+            last = int(np.argmax(lead)) if len(ops) else 0
+            if len(ops) and lead[last] > 0:
+                found[ops[:last][main[:last]]] = launch[:last][main[:last]]
+                found[ops[last]] += launch[last]
+    found.setflags(write=False)
+    return found
