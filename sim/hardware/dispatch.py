@@ -23,6 +23,7 @@ from sim.hardware.platform import Platform
 from sim.trace.graph import Trace
 from sim.trace.kept import kept
 from sim.trace.op import KIND_CODE, PHASE_CODE, PHASES
+from sim.trace.tensor import ROLE_CODE
 
 EAGER = "eager"
 """The stack of a trace that names none, or one that the platform does not know."""
@@ -31,9 +32,17 @@ EAGER = "eager"
 CAPTURED = "captured"
 """The fact of a trace that lists the ops, by id and in order, of each part that is launched as one graph."""
 
-LOOPED = {"adamw_loop": 8}
-"""How many kernels an op of an optimizer stands for that updates one parameter after the other: in PyTorch 2.13,
-`_single_tensor_adam` calls mul_, lerp_, mul_, addcmul_, sqrt, div, add_ and addcdiv_."""
+LOOPED = {"adamw_loop": (8, 8), "adafactor": (18, 9)}
+"""How many kernels an op of an optimizer stands for that updates one parameter after the other, a matrix or a vector.
+
+In PyTorch 2.13 `_single_tensor_adam` calls mul_, lerp_, mul_, addcmul_, sqrt, div, add_ and addcdiv_, and
+`_single_tensor_adafactor` for a matrix norm (of the weight); norm, pow_, div_ and lerp_ for its rows and for its
+columns; mm, mean, clamp_, div_; clamp_, rsqrt_ and mul_; norm (of the update) and add_; for a vector norm, mul, lerp_,
+clone, clamp_, rsqrt_, mul_, norm and add_.
+"""
+
+READS = ("adafactor",)
+"""Optimizers that read figures of each parameter from the device, for which the CPU waits: norms, by `item()`."""
 
 SCALED = ("amp_fp16",)
 """Precisions of a loss scale: the program reads whether gradients are finite before it updates weights."""
@@ -64,9 +73,11 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     c = trace.op_columns
     each: NDArray[np.int64] = np.array([getattr(figures, phase) for phase in PHASES], np.int64)[c.phase]
     called = np.array([unit.device < 0 for unit in platform.engines])[engine]
-    kernels = LOOPED.get(str(trace.meta.get("optimizer", "")), 0)
-    if kernels:  # plain calls, as backward makes them
-        each[(c.phase == PHASE_CODE["update"]) & (c.kind == KIND_CODE["optimizer"])] = kernels * figures.backward
+    optimizer = str(trace.meta.get("optimizer", ""))
+    updates = np.flatnonzero((c.phase == PHASE_CODE["update"]) & (c.kind == KIND_CODE["optimizer"]))
+    if optimizer in LOOPED:  # plain calls, as backward makes them
+        matrix, vector = LOOPED[optimizer]
+        each[updates] = figures.backward * np.where([_of_matrix(trace, op) for op in updates.tolist()], matrix, vector)
     each = np.where(called, 0, each)
     for part in trace.meta.get(CAPTURED, ()):
         each[part[1:]] = 0
@@ -74,9 +85,18 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     waits = set[int]()
     if trace.meta.get("precision") in SCALED and not figures.is_graph:
         for device in range(trace.devices):
-            updates = np.flatnonzero((c.device == device) & (c.phase == PHASE_CODE["update"]) & ~called)
-            waits.update(updates[:1].tolist())
+            first = np.flatnonzero((c.device == device) & (c.phase == PHASE_CODE["update"]) & ~called)
+            waits.update(first[:1].tolist())
+    if optimizer in READS and not figures.is_graph:
+        waits.update(updates[~called[updates]].tolist())
     return Dispatched(each, figures.once, frozenset(waits))
+
+
+def _of_matrix(trace: Trace, op: int) -> bool:
+    """Whether an update is that of a parameter of two dimensions or more, by the weights that it reads or writes."""
+    t = trace.tensor_columns
+    weights = (i for i in (*trace.reads(op), *trace.writes(op)) if t.role[i] == ROLE_CODE["weight"])
+    return any(len(t.shape.get(i, ())) > 1 for i in weights)
 
 
 def added(trace: Trace, platform: Platform) -> NDArray[np.int64]:

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from sim.engine.prepare import prepare
 from sim.engine.replay import replay
 from sim.experiment import Prices, problem_for
 from sim.hardware.cost import op_times
@@ -157,3 +158,14 @@ def test_nothing_is_proven_of_a_plan_whose_times_do_not_add_up(name):
     assert not launched.notes["optimal_among"]
     assert free.notes["status"] == "optimal"
     assert free.notes["makespan_bound_ns"]
+
+
+def test_an_optimizer_that_reads_its_norms_parts_the_update_into_parameters():
+    """Each update of Adafactor waits for the device, and so adds both: its launches and its own time."""
+    trace = transformer(SMALL, batch=1, sequence=16, optimizer="adafactor")
+    platform = load_profile("a100_40_pcie", overrides={"dispatch": "cpu"})
+    launch = prepare(trace, platform).dispatch.each
+    updates = [op.id for op in trace.ops if op.phase == "update"]
+    own = op_times(trace, platform).total
+    assert added(trace, platform)[updates].tolist() == (launch + own)[updates].tolist()
+    assert int(added(trace, platform).sum()) == replay(Plan(trace), platform).end
