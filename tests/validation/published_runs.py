@@ -21,11 +21,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sim.analysis.card_reading import card_reading
 from sim.analysis.peak_memory import home_peak, peak_bytes, peak_memory
 from sim.errors import TiersimError, WorkloadError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.layout import lay_out
+from sim.rewrites.gradient_buffer import gradient_buffers
 from sim.rewrites.stack import fuse_streams, recomputed_inside, stream_groups
 from sim.trace import Trace
 from workloads import cnn, transformer, with_stack
@@ -34,7 +36,7 @@ DATA = Path(__file__).parent / "data" / "published_runs.csv"
 SETS = ("develop", "check")
 LAYOUT = (
     *("dp", "tp", "cp", "ring_attention", "sequence_parallel", "async_sums", "pp", "zero", "schedule", "chunks"),
-    *("layers", "bucket"),
+    *("layers", "bucket", "gradient_buffer"),
 )
 READING = ("context", "last_stage", "memory_only")
 MACHINE = ("dispatch", "profile", "card", "network", "tf32")
@@ -126,7 +128,8 @@ def simulated(row: Mapping[str, Any]) -> Outcome:
 def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str]) -> tuple[int, int]:
     """Nanoseconds and peak bytes of an update of so many micro-batches.
 
-    machine: changes of the profile. With a caching allocator the peak is what it reserves.
+    machine: changes of the profile. With a caching allocator the peak is what would be read of the card, or, where the
+        source says how large the context is (`context`) or nobody does, what the allocator reserves.
     """
     layout = {key: setup[key] for key in LAYOUT if key in setup}
     several = devices_of(setup) > 1
@@ -138,6 +141,8 @@ def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str
     overrides = {**machine, **(TF32 if setup.get("tf32") else {}), "dispatch": setup.get("dispatch", "cpu")}
     overrides |= CARDS[setup["card"]] if "card" in setup else {}
     overrides |= {"networks.infiniband.rate": setup["network"]} if "network" in setup else {}
+    if layout.get("gradient_buffer") and not several:
+        trace = gradient_buffers(trace)
     if several:
         overrides["devices"] = DEVICES
         layout["micro_batches"] = micro_batches
@@ -150,6 +155,9 @@ def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str
     log = simulate(divided, device, setup["policy"]).log
     if setup.get("last_stage"):
         return log.end, peak_bytes(log)[device.home(divided.devices - 1).name]
+    readings = card_reading(log) if machine and "context" not in setup else ()
+    if readings:
+        return log.end, max(reading.bytes for reading in readings)
     reserved = [peak_memory(log, device.home(d).name).reserved_bytes for d in range(divided.devices)]
     return log.end, max((each for each in reserved if each is not None), default=home_peak(log))
 
