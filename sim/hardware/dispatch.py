@@ -28,6 +28,9 @@ from sim.trace.tensor import ROLE_CODE
 EAGER = "eager"
 """The stack of a trace that names none, or one that the platform does not know."""
 
+FUSED = "fused"
+"""The stack that updates all parameters in one kernel, whatever the optimizer."""
+
 
 CAPTURED = "captured"
 """The fact of a trace that lists the ops, by id and in order, of each part that is launched as one graph."""
@@ -74,8 +77,8 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     each: NDArray[np.int64] = np.array([getattr(figures, phase) for phase in PHASES], np.int64)[c.phase]
     called = np.array([unit.device < 0 for unit in platform.engines])[engine]
     optimizer = str(trace.meta.get("optimizer", ""))
-    updates = np.flatnonzero((c.phase == PHASE_CODE["update"]) & (c.kind == KIND_CODE["optimizer"]))
-    if optimizer in LOOPED:  # plain calls, as backward makes them
+    updates = looped(trace)
+    if len(updates):  # plain calls, as backward makes them
         matrix, vector = LOOPED[optimizer]
         each[updates] = figures.backward * np.where([_of_matrix(trace, op) for op in updates.tolist()], matrix, vector)
     each = np.where(called, 0, each)
@@ -87,9 +90,18 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
         for device in range(trace.devices):
             first = np.flatnonzero((c.device == device) & (c.phase == PHASE_CODE["update"]) & ~called)
             waits.update(first[:1].tolist())
-    if optimizer in READS and not figures.is_graph:
+    if len(updates) and optimizer in READS and not figures.is_graph:
         waits.update(updates[~called[updates]].tolist())
     return Dispatched(each, figures.once, frozenset(waits))
+
+
+def looped(trace: Trace) -> NDArray[np.int64]:
+    """The ops that stand for what an optimizer of `LOOPED` runs for one parameter. Captured ones are a kernel each."""
+    c = trace.op_columns
+    if str(trace.meta.get("optimizer", "")) not in LOOPED or trace.meta.get("stack") == FUSED:
+        return np.zeros(0, np.int64)
+    rows = np.flatnonzero((c.phase == PHASE_CODE["update"]) & (c.kind == KIND_CODE["optimizer"]))
+    return np.array([op for op in rows.tolist() if c.name[op].startswith("optimizer.")], np.int64)
 
 
 def _of_matrix(trace: Trace, op: int) -> bool:

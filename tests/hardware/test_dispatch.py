@@ -14,7 +14,7 @@ from sim.hardware.dispatch import CAPTURED, LOOPED, dispatched
 from sim.layout import lay_out
 from sim.rewrites.rewriter import with_columns
 from sim.trace.op import PHASES
-from workloads import transformer
+from workloads import transformer, with_stack
 from workloads.stacks import STACKS
 
 NARROW = {"model_type": "gpt2", "vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 4, "n_head": 2}
@@ -87,6 +87,19 @@ def test_an_optimizer_that_goes_through_parameters_one_by_one_launches_eight_ker
     eager = {known.stack: known for known in machine(dispatch="cpu").dispatch}["eager"]
     updates = [op.id for op in trace.ops if op.phase == "update"]
     assert set(found[updates].tolist()) == {8 * eager.backward}
+
+
+def test_where_each_kernel_is_an_op_none_stands_for_several():
+    """Captured, the loop is eight ops per parameter, of the names of PyTorch's; fused, all parameters are one op."""
+    eager = {known.stack: known for known in machine(dispatch="cpu").dispatch}["eager"]
+    trace = transformer("gpt2", batch=1, sequence=16, optimizer="adamw_loop")
+    names = [op.name.replace("optimizer.", "mul_.") for op in trace.ops]
+    captured = with_columns(trace, name=names)
+    updates = [op.id for op in trace.ops if op.phase == "update"]
+    assert set(prepare(captured, machine(dispatch="cpu")).dispatch.each[updates].tolist()) == {eager.update}
+    fused = with_stack(trace, "fused")
+    updates = [op.id for op in fused.ops if op.phase == "update"]
+    assert set(prepare(fused, machine(dispatch="cpu")).dispatch.each[updates].tolist()) == {eager.update}
 
 
 def test_adafactor_launches_what_pytorch_does_for_each_parameter_and_waits_for_the_device():
