@@ -122,9 +122,10 @@ REASONS = {
     "mgold": (
         "Memory alone: times are of a deterministic mode and bound by launches. The last rank logs, whose copy of the "
         "tied embeddings is a weight of its own (here: untied). Two workspaces of cuBLAS of 32 MiB are added, as the "
-        "recipe's CUBLAS_WORKSPACE_CONFIG sets them, one for the thread of backward. The fused kernels that are on by "
-        "default there stand as the fused stack. Their buffers of gradients exist from the start, ours from the first "
-        "backward pass: of a run of one micro-batch the peak is that of a second one."
+        "recipe's CUBLAS_WORKSPACE_CONFIG sets them, one for the thread of backward; with local layers (mgold-09 to "
+        "-12) the buffer of a layer's scores as well, which their attention takes once and keeps. The fused kernels "
+        "that are on by default there stand as the fused stack. Their buffers of gradients exist from the start, ours "
+        "from the first backward pass: of a run of one micro-batch the peak is that of a second one."
     ),
     "tbench": (
         "Which V100, its CPU and the version of PyTorch are not stated. Below 8 images eager runs wait for the CPU, "
