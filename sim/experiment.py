@@ -31,6 +31,7 @@ from sim.errors import (
     refusal_record,
 )
 from sim.hardware.cost import slow_operand_ns
+from sim.hardware.dispatch import added
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.iterations import nothing_returned, run_iteration
@@ -76,8 +77,11 @@ class Prices:
     platform: Platform
 
     def op_ns(self, op: int, tiers: Mapping[int, str] | None = None) -> int:
-        """Nanoseconds of one run of an op; `tiers` locates the operands that are not in its engine's home tier."""
-        total = self._prepared.total[op]
+        """Nanoseconds that a run of an op adds: its own, or that of `sim.hardware.dispatch.added` where a CPU launches.
+
+        tiers: of the operands that are not in its engine's home tier.
+        """
+        total = self._added[op]
         if not tiers:
             return total
         read: dict[str, int] = {}
@@ -91,6 +95,13 @@ class Prices:
     @cached_property
     def _prepared(self) -> Prepared:
         return prepare(self.trace, self.platform)
+
+    @cached_property
+    def _added(self) -> list[int]:
+        if not self.platform.dispatch:
+            return self._prepared.total
+        listed: list[int] = added(self.trace, self.platform).tolist()
+        return listed
 
     def move_ns(self, tensor: int, source: str, target: str) -> int:
         """Nanoseconds of one copy of a tensor. Raises ProfileError where there is no route."""

@@ -297,7 +297,8 @@ class Cost(Protocol):
     """Times on this platform in nanoseconds, with nothing else running."""
 
     def op_ns(self, op: int, tiers: Mapping[int, str] | None = None) -> int:
-        """The time of an op; `tiers` locates the operands that are not in its engine's home tier."""
+        """The time of an op, where a CPU launches what it adds (`sim.hardware.dispatch.added`); `tiers` locates the
+        operands that are not in its engine's home tier."""
 
     def move_ns(self, tensor: int, source: str, target: str) -> int:
         """The time of one copy of a tensor."""
@@ -335,6 +336,12 @@ class Problem:
     def home(self) -> str:
         """Name of the home tier of device 0."""
         return self.platform.home(0).name
+
+    def on_engines(self) -> Problem:
+        """The same problem, its times of ops those on their engines, whatever the CPU takes that launches them."""
+        if not self.platform.dispatch:
+            return self
+        return replace(self, cost=self.cost.over(self.trace, replace(self.platform, dispatch=())))
 
     def with_budget(self, budget: int) -> Problem:
         """The same problem for another budget; what is replayed has that, too."""

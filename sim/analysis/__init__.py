@@ -4,6 +4,7 @@
 
 from sim.analysis.bounds import Bounds, bounds
 from sim.analysis.bubbles import Bubbles, bubbles
+from sim.analysis.card_reading import CardReading, card_reading
 from sim.analysis.fragmentation import Fragmentation, fragmentation
 from sim.analysis.lifetimes import lifetimes
 from sim.analysis.overlap import Overlap, overlap
@@ -32,6 +33,7 @@ from sim.analysis.waits import waits
 __all__ = [
     "Bounds",
     "Bubbles",
+    "CardReading",
     "Fragmentation",
     "Holder",
     "LinkTraffic",
@@ -45,6 +47,7 @@ __all__ = [
     "Summary",
     "bounds",
     "bubbles",
+    "card_reading",
     "fragmentation",
     "fullest_home",
     "home_peak",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.declared import OneOf
-from sim.hardware.cost import op_times
+from sim.hardware.dispatch import added
 from sim.plan import Problem
 from sim.trace.columns import row_sums, rows_of
 from sim.trace.graph import Trace
@@ -121,7 +121,7 @@ def _lineage(problem: Problem, evicts: Collection[str], empty: bool) -> Lineage:
         views[op] = (*views.get(op, ()), (view, storage))
     parents: list[tuple[int, ...]] = [reads[p] if p >= 0 else () for p in trace.producer.tolist()]
     children = _children(trace, reads, recomputable)
-    times = op_times(trace, problem.platform).total
+    times = added(trace, problem.platform)
     cost = np.where(made, times[trace.producer], 0) if count else np.zeros(len(t.name), np.int64)
     return Lineage(
         reads=reads,

@@ -5,29 +5,47 @@ included, and runs ahead: op k is dispatched `once + sum(dispatch of the ops up 
 however far the device is. A device that comes to an op waits until it has been dispatched (stall `launch`), after the
 actions before it and before its reads are restored. So short ops are bound by the CPU, and behind long ones it is
 hidden. Ops of an engine that devices share, the host's CPU, are not dispatched: they are calls.
+
+What an op adds to an iteration is thus what it takes on the device or what it takes to dispatch, by which of the two
+the iteration has to wait for (`added`).
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.op import KIND_CODE, PHASE_CODE, PHASES
+from sim.trace.tensor import ROLE_CODE
 
 EAGER = "eager"
 """The stack of a trace that names none, or one that the platform does not know."""
+
+FUSED = "fused"
+"""The stack that updates all parameters in one kernel, whatever the optimizer."""
 
 
 CAPTURED = "captured"
 """The fact of a trace that lists the ops, by id and in order, of each part that is launched as one graph."""
 
-LOOPED = {"adamw_loop": 8}
-"""How many kernels an op of an optimizer stands for that updates one parameter after the other: in PyTorch 2.13,
-`_single_tensor_adam` calls mul_, lerp_, mul_, addcmul_, sqrt, div, add_ and addcdiv_."""
+LOOPED = {"adamw_loop": (8, 8), "adafactor": (18, 9)}
+"""How many kernels an op of an optimizer stands for that updates one parameter after the other, a matrix or a vector.
+
+In PyTorch 2.13 `_single_tensor_adam` calls mul_, lerp_, mul_, addcmul_, sqrt, div, add_ and addcdiv_, and
+`_single_tensor_adafactor` for a matrix norm (of the weight); norm, pow_, div_ and lerp_ for its rows and for its
+columns; mm, mean, clamp_, div_; clamp_, rsqrt_ and mul_; norm (of the update) and add_; for a vector norm, mul, lerp_,
+clone, clamp_, rsqrt_, mul_, norm and add_.
+"""
+
+READS = ("adafactor",)
+"""Optimizers that read figures of each parameter from the device, for which the CPU waits: norms, by `item()`."""
 
 SCALED = ("amp_fp16",)
 """Precisions of a loss scale: the program reads whether gradients are finite before it updates weights."""
@@ -58,9 +76,11 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     c = trace.op_columns
     each: NDArray[np.int64] = np.array([getattr(figures, phase) for phase in PHASES], np.int64)[c.phase]
     called = np.array([unit.device < 0 for unit in platform.engines])[engine]
-    kernels = LOOPED.get(str(trace.meta.get("optimizer", "")), 0)
-    if kernels:  # plain calls, as backward makes them
-        each[(c.phase == PHASE_CODE["update"]) & (c.kind == KIND_CODE["optimizer"])] = kernels * figures.backward
+    optimizer = str(trace.meta.get("optimizer", ""))
+    updates = looped(trace)
+    if len(updates):  # plain calls, as backward makes them
+        matrix, vector = LOOPED[optimizer]
+        each[updates] = figures.backward * np.where([_of_matrix(trace, op) for op in updates.tolist()], matrix, vector)
     each = np.where(called, 0, each)
     for part in trace.meta.get(CAPTURED, ()):
         each[part[1:]] = 0
@@ -68,6 +88,59 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     waits = set[int]()
     if trace.meta.get("precision") in SCALED and not figures.is_graph:
         for device in range(trace.devices):
-            updates = np.flatnonzero((c.device == device) & (c.phase == PHASE_CODE["update"]) & ~called)
-            waits.update(updates[:1].tolist())
+            first = np.flatnonzero((c.device == device) & (c.phase == PHASE_CODE["update"]) & ~called)
+            waits.update(first[:1].tolist())
+    if len(updates) and optimizer in READS and not figures.is_graph:
+        waits.update(updates[~called[updates]].tolist())
     return Dispatched(each, figures.once, frozenset(waits))
+
+
+def looped(trace: Trace) -> NDArray[np.int64]:
+    """The ops that stand for what an optimizer of `LOOPED` runs for one parameter. Captured ones are a kernel each."""
+    c = trace.op_columns
+    if str(trace.meta.get("optimizer", "")) not in LOOPED or trace.meta.get("stack") == FUSED:
+        return np.zeros(0, np.int64)
+    rows = np.flatnonzero((c.phase == PHASE_CODE["update"]) & (c.kind == KIND_CODE["optimizer"]))
+    return np.array([op for op in rows.tolist() if c.name[op].startswith("optimizer.")], np.int64)
+
+
+def _of_matrix(trace: Trace, op: int) -> bool:
+    """Whether an update is that of a parameter of two dimensions or more, by the weights that it reads or writes."""
+    t = trace.tensor_columns
+    weights = (i for i in (*trace.reads(op), *trace.writes(op)) if t.role[i] == ROLE_CODE["weight"])
+    return any(len(t.shape.get(i, ())) > 1 for i in weights)
+
+
+def added(trace: Trace, platform: Platform) -> NDArray[np.int64]:
+    """What each op adds to an iteration that runs them in order and waits for nothing but its CPU, in ns. Shape (ops,).
+
+    Let r be the last op whose start the CPU sets. All before r have to be dispatched until then, and add that; those
+    after r add their time on the device, and r both. These are the slopes of the makespan, the largest sum over all r,
+    which they add up to, with what the CPU takes once. From where the CPU waits for the device the count begins afresh.
+    An op that is not of its device's main engine adds its own time.
+    """
+    if not platform.dispatch:
+        return op_times(trace, platform).total
+    return kept(trace, "added", platform.timing_hash, lambda: _added(trace, platform))
+
+
+def _added(trace: Trace, platform: Platform) -> NDArray[np.int64]:
+    times = op_times(trace, platform)
+    known = dispatched(trace, platform, times.engine)
+    if known is None:
+        return times.total
+    found = times.total.copy()
+    for device in range(trace.devices):
+        own = np.flatnonzero(trace.op_columns.device == device)
+        on_main = times.engine[own] == platform.engine_for(device)
+        fresh = [i for i, op in enumerate(own.tolist()) if op in known.synchronized]
+        for first, end in pairwise([0, *fresh, len(own)]):
+            ops, main = own[first:end], on_main[first:end]
+            takes, launch = np.where(main, times.total[ops], 0), known.each[ops]
+            lead = np.cumsum(launch) - (np.cumsum(takes) - takes) + (0 if first else known.once)
+            last = int(np.argmax(lead)) if len(ops) else 0
+            if len(ops) and lead[last] > 0:
+                found[ops[:last][main[:last]]] = launch[:last][main[:last]]
+                found[ops[last]] += launch[last]
+    found.setflags(write=False)
+    return found

@@ -94,10 +94,13 @@ def planned(
     `optimal_among`: the class of plans among which it is proven optimal, "" where nothing is proven; and
     `makespan_bound_ns` and `bound_among`: the least makespan of that class, None where nothing is known.
 
-    bound: no plan of the class recomputes for less time, None where nothing is known.
+    bound: no plan of the class recomputes for less time, None where nothing is known. Where a CPU launches, times of
+        ops do not add up, and nothing is proven of a plan that recomputes.
     limit: which limit ended the search, "" for none.
     plans: the class.
     """
+    if problem.platform.dispatch and rerun_ns(problem, schedule):
+        status, bound = "feasible", None
     notes = {
         "status": status,
         "optimal_among": f"plans that {plans}" if status == "optimal" else "",

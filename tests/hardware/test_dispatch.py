@@ -10,11 +10,11 @@ from sim.analysis.stalls import stalls
 from sim.engine.prepare import prepare
 from sim.errors import PolicyError, ProfileError
 from sim.hardware.assemble import dispatch_parts
-from sim.hardware.dispatch import CAPTURED, dispatched
+from sim.hardware.dispatch import CAPTURED, LOOPED, dispatched
 from sim.layout import lay_out
 from sim.rewrites.rewriter import with_columns
 from sim.trace.op import PHASES
-from workloads import transformer
+from workloads import transformer, with_stack
 from workloads.stacks import STACKS
 
 NARROW = {"model_type": "gpt2", "vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 4, "n_head": 2}
@@ -87,6 +87,57 @@ def test_an_optimizer_that_goes_through_parameters_one_by_one_launches_eight_ker
     eager = {known.stack: known for known in machine(dispatch="cpu").dispatch}["eager"]
     updates = [op.id for op in trace.ops if op.phase == "update"]
     assert set(found[updates].tolist()) == {8 * eager.backward}
+
+
+def test_where_each_kernel_is_an_op_none_stands_for_several():
+    """Captured, the loop is eight ops per parameter, of the names of PyTorch's; fused, all parameters are one op."""
+    eager = {known.stack: known for known in machine(dispatch="cpu").dispatch}["eager"]
+    trace = transformer("gpt2", batch=1, sequence=16, optimizer="adamw_loop")
+    names = [op.name.replace("optimizer.", "mul_.") for op in trace.ops]
+    captured = with_columns(trace, name=names)
+    updates = [op.id for op in trace.ops if op.phase == "update"]
+    assert set(prepare(captured, machine(dispatch="cpu")).dispatch.each[updates].tolist()) == {eager.update}
+    fused = with_stack(trace, "fused")
+    updates = [op.id for op in fused.ops if op.phase == "update"]
+    assert set(prepare(fused, machine(dispatch="cpu")).dispatch.each[updates].tolist()) == {eager.update}
+
+
+def test_adafactor_launches_what_pytorch_does_for_each_parameter_and_waits_for_the_device():
+    """Kernels as PyTorch dispatches them for a matrix and a vector; its norms are read with `item()` each time."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Kernels(TorchDispatchMode):
+        count = reads = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            of_step = any(isinstance(a, torch.Tensor) and a is step for a in args)
+            if "profiler" not in str(func) and not of_step:
+                is_read = "_local_scalar_dense" in str(func)
+                self.reads, self.count = self.reads + is_read, self.count + (not is_read)
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for shape in ((8, 4), (8,)):
+        weight = torch.nn.Parameter(torch.ones(shape))
+        weight.grad = torch.ones(shape)
+        optimizer = torch.optim.Adafactor([weight])
+        optimizer.step()
+        step = optimizer.state[weight]["step"]
+        with Kernels() as kernels:
+            optimizer.step()
+        counts.append(kernels.count)
+        assert kernels.reads
+    assert tuple(counts) == LOOPED["adafactor"]
+
+    trace = transformer("gpt2", batch=1, sequence=16, optimizer="adafactor")
+    found = prepare(trace, machine(dispatch="cpu")).dispatch
+    eager = {known.stack: known for known in machine(dispatch="cpu").dispatch}["eager"]
+    of_name = {op.name: int(found.each[op.id]) for op in trace.ops if op.phase == "update"}
+    assert of_name["optimizer.h0.mlp.fc.weight"] == LOOPED["adafactor"][0] * eager.backward
+    assert of_name["optimizer.h0.mlp.fc.bias"] == LOOPED["adafactor"][1] * eager.backward
+    assert found.synchronized == {op.id for op in trace.ops if op.phase == "update"}
+    assert not prepare(trace, machine(dispatch="graphs")).dispatch.synchronized
 
 
 def test_tso_captures_what_short_ops_wait_for():

@@ -3,10 +3,12 @@
 `data/published_runs.csv` holds every run graded A (set up without a guess that matters) or B (one or two guesses) of
 public tables, as printed, with its source. `set`: `develop` or `check`, by source; no figure of the simulator is
 fitted to either. `setup`: what is simulated, as JSON: the arguments of `transformer` or `cnn`, `profile`, `policy`,
-the keys of a layout (`LAYOUT`), `accumulate` (micro-batches per update), `tf32` (products of fp32 in it), `context`
-(bytes that the reading includes beside those of tensors), `dispatch` (who launches: a CPU under the stack by default,
-else "graphs"), `last_stage` (the device that was read; else the fullest),
-`memory_only` (its time is not that of training). `missing`: why nothing is, where nothing is.
+the keys of a layout (`LAYOUT`), `accumulate` (micro-batches per update), `tf32` (products of fp32 in it), `card` (one
+of `CARDS`, where the profile is of another card of that kind), `network` (bytes/s per device between nodes, where the
+source states it), `fuses` (what alone a stack fuses: see `FUSED`), `context` (bytes that the reading includes beside
+those of tensors), `dispatch` (who launches: a CPU under the stack by default, else "graphs"), `last_stage` (the device
+that was read; else the fullest), `memory_only` (its time is not that of training). `missing`: why nothing is, where
+nothing is.
 """
 
 from __future__ import annotations
@@ -19,20 +21,45 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sim.analysis.card_reading import card_reading
 from sim.analysis.peak_memory import home_peak, peak_bytes, peak_memory
 from sim.errors import TiersimError, WorkloadError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.layout import lay_out
+from sim.rewrites.gradient_buffer import gradient_buffers
+from sim.rewrites.stack import fuse_streams, recomputed_inside, stream_groups
+from sim.trace import Trace
 from workloads import cnn, transformer, with_stack
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
 SETS = ("develop", "check")
-LAYOUT = ("dp", "tp", "cp", "ring_attention", "sequence_parallel", "pp", "zero", "schedule", "chunks", "layers")
+LAYOUT = (
+    *("dp", "tp", "cp", "ring_attention", "sequence_parallel", "async_sums", "pp", "zero", "schedule", "chunks"),
+    *("layers", "bucket", "gradient_buffer"),
+)
 READING = ("context", "last_stage", "memory_only")
-RUN = (*LAYOUT, *READING, "dispatch", "profile", "policy", "accumulate", "tf32", "cnn", "model", "batch", "stack")
+MACHINE = ("dispatch", "profile", "card", "network", "tf32")
+RUN = (*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses")
 TF32 = {"engines.gpu.peak.fp32": "156 TFLOP/s", "engines.gpu.efficiency.matmul_fp32": "0.79"}
 """An A100's products of fp32 operands in TF32, at the efficiency measured for it."""
+CARDS = {
+    "A100 40 GB": {
+        "tiers.hbm.nominal": "40 GiB",
+        "tiers.hbm.capacity": "39.18 GiB",
+        "tiers.hbm.bandwidth": "1555 GB/s",
+    },
+    "A800": {"links.nvlink.rate": "157 GB/s", "links.nvlink.egress": "157 GB/s"},
+    "H800": {"links.nvlink.rate": "163 GB/s", "links.nvlink.egress": "163 GB/s"},
+}
+"""What differs of a card from that of the profile.
+
+A100 40 GB: NVIDIA's A100 datasheet, the SXM4 card of 40 GB; what is usable of it as in `a100_40_pcie`. A800 and H800:
+NVLink of 400 GB/s in both directions where A100 and H100 have 600 and 900 (NVIDIA's datasheets), at what the profiles
+measure of these.
+"""
+FUSED = {"norms": {"norm", "norm1", "norm2"}}
+"""The modules whose ops alone are fused, as the norms are by PaddleNLP's `use_fused_rms_norm`."""
 UNITS = {"GiB": 2**30, "GB": 10**9, "MB (bytes // 1024^2)": 2**20, "bytes": 1}
 OF_THE_CARD = ("memory used of the card", "NVML", "VRAM")
 """How definitions begin of readings that count what PyTorch's allocator reserves, and what lies outside of it."""
@@ -101,7 +128,8 @@ def simulated(row: Mapping[str, Any]) -> Outcome:
 def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str]) -> tuple[int, int]:
     """Nanoseconds and peak bytes of an update of so many micro-batches.
 
-    machine: changes of the profile. With a caching allocator the peak is what it reserves.
+    machine: changes of the profile. With a caching allocator the peak is what would be read of the card, or, where the
+        source says how large the context is (`context`) or nobody does, what the allocator reserves.
     """
     layout = {key: setup[key] for key in LAYOUT if key in setup}
     several = devices_of(setup) > 1
@@ -111,18 +139,35 @@ def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str
         axes["micro_batches"] = micro_batches
     trace = cnn(setup["cnn"], samples, **axes) if "cnn" in setup else transformer(setup["model"], batch=samples, **axes)
     overrides = {**machine, **(TF32 if setup.get("tf32") else {}), "dispatch": setup.get("dispatch", "cpu")}
+    overrides |= CARDS[setup["card"]] if "card" in setup else {}
+    overrides |= {"networks.infiniband.rate": setup["network"]} if "network" in setup else {}
+    if layout.get("gradient_buffer") and not several:
+        trace = gradient_buffers(trace)
     if several:
         overrides["devices"] = DEVICES
         layout["micro_batches"] = micro_batches
     # kernels are fused after the layers are divided, as they are in a run
     stacked = partial(with_stack, stack=setup.get("stack", "eager"))
+    if "fuses" in setup:
+        stacked = partial(fusing_only, modules=FUSED[setup["fuses"]])
     platform = load_profile(setup["profile"], overrides=overrides)
     divided, device = lay_out(trace, platform, layout, kernels=stacked) if several else (stacked(trace), platform)
     log = simulate(divided, device, setup["policy"]).log
     if setup.get("last_stage"):
         return log.end, peak_bytes(log)[device.home(divided.devices - 1).name]
+    readings = card_reading(log) if machine and "context" not in setup else ()
+    if readings:
+        return log.end, max(reading.bytes for reading in readings)
     reserved = [peak_memory(log, device.home(d).name).reserved_bytes for d in range(divided.devices)]
     return log.end, max((each for each in reserved if each is not None), default=home_peak(log))
+
+
+def fusing_only(trace: Trace, modules: set[str]) -> Trace:
+    """The trace with what the fused stack makes of the ops of these modules; the rest runs eagerly."""
+    inside = [bool(modules & set(name.split("."))) for name in trace.op_columns.name]
+    groups = [[op for op in group if inside[op]] for group in stream_groups(trace)]
+    groups = [group for group in groups if group]
+    return fuse_streams(trace, recomputed_inside(trace, groups), groups, update=False, stack="fused")
 
 
 def devices_of(setup: Mapping[str, Any]) -> int:

@@ -44,6 +44,7 @@ def static_problem(
 
     trips: per size in bytes the ns of a copy out and back; {} where nothing can be copied.
     """
+    problem = problem.on_engines()  # a bound of the time of ops and copies, without that of a CPU that launches
     trace, index = problem.trace, index_of(problem)
     engine = problem.platform.main_engine(0)
     if trace.devices > 1 or {*engine.reaches} - {engine.home}:

@@ -100,6 +100,7 @@ class Poet(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """Drops, recomputations and moves."""
+        problem = problem.on_engines()  # what it minimises has no part of a CPU that launches
         ops, index = body(problem, "poet"), index_of(problem)
         host = "" if self.restore_by == "recompute" else host_of(problem, "poet")
         serial, _ = once(problem)

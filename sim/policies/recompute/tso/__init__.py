@@ -15,7 +15,7 @@ from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.rotor import costs_of, held_outside
-from sim.policies.recompute.tso.captured import Part, captured, saved_launches
+from sim.policies.recompute.tso.captured import Part, captured, saved_dispatch, saved_launches
 from sim.policies.recompute.tso.segment_dp import Segment, by_price, by_slots, tightest, total_ns
 from sim.policies.recompute.tso.segments import MODES, Ints, figures_of, prices_of
 from sim.solvers.checkpoints import rerun_regions
@@ -88,7 +88,8 @@ class Tso(RecomputationPlanner):
         first_backward(line, "tso")
         saved_launch = saved_launches(problem, self.launch)
         turn = costs_of(problem, index_of(problem), line).turn
-        figures = figures_of(line, problem.trace, turn, saved_launch, self._captures)
+        saved = saved_launch + saved_dispatch(problem)
+        figures = figures_of(line, problem.trace, turn, saved, self._captures)
         prices = [prices_of(figures, MODES[mode]) for mode in self.modes]
         outside = held_outside(problem, line) + line.x[0]
 

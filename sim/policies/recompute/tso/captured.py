@@ -31,13 +31,20 @@ def saved_launches(problem: Problem, launch: int | None) -> Ints:
     """
     trace, platform = problem.trace, problem.platform
     c = trace.op_columns
+    cost = problem.on_engines().cost
     saved_launch = np.zeros(len(c.name), np.int64)
     for op in range(len(saved_launch)):
         most = platform.engines[platform.engine_for(int(c.device[op]), c.engine.get(op, ""))].launch
         held = most if c.duration[op] < 0 else 0
         ns = held if launch is None else min(launch, most)
-        saved_launch[op] = 0 if op in c.group else min(ns, problem.cost.op_ns(op))
+        saved_launch[op] = 0 if op in c.group else min(ns, cost.op_ns(op))
     return saved_launch
+
+
+def saved_dispatch(problem: Problem) -> Ints:
+    """Per op the ns that a captured graph saves since it is dispatched as one: what an op adds beyond its own time."""
+    alone = problem.on_engines().cost
+    return np.array([problem.cost.op_ns(op) - alone.op_ns(op) for op in range(len(problem.trace.ops))], np.int64)
 
 
 def captured(problem: Problem, parts: Iterable[Part], saved_launch: Ints, charges: Mapping[int, int]) -> Trace:
@@ -48,12 +55,12 @@ def captured(problem: Problem, parts: Iterable[Part], saved_launch: Ints, charge
     dispatches ops, it dispatches a part as one.
     """
     parts = list(parts)
-    trace = problem.trace
+    trace, cost = problem.trace, problem.on_engines().cost
     workspace, duration = trace.op_columns.workspace.copy(), trace.op_columns.duration.copy()
     columns, kept = trace.tensor_columns, set(trace.outputs)
     held_until = trace.held_until
     for op, ns in charges.items():
-        duration[op] = problem.cost.op_ns(op) + ns
+        duration[op] = cost.op_ns(op) + ns
     for part in parts:
         inside = set(part.ops)
         dying: dict[int, int] = {}
@@ -67,7 +74,7 @@ def captured(problem: Problem, parts: Iterable[Part], saved_launch: Ints, charge
             workspace[op] += gone
             gone += dying.get(op, 0)
             if saved_launch[op]:
-                time = int(duration[op]) if op in charges else problem.cost.op_ns(op)
+                time = int(duration[op]) if op in charges else cost.op_ns(op)
                 duration[op] = time - int(saved_launch[op])
     together = [list(part.ops) for part in parts]
     meta = {**trace.meta, CAPTURED: together} if problem.platform.dispatch and together else None

@@ -1,0 +1,121 @@
+"""What a reading of a card shows (`nvidia-smi`, NVML): tensors as the allocator reserves them, and what lies beside.
+
+Beside them lie the context of the device, the workspaces of cuBLAS, one per thread that computes products, and the
+buffers of NCCL. A communicator of p ranks has, per channel, a ring with one neighbour to receive from and one to send
+to, and a tree, which inside a node is a chain, with min(2, p - 1) neighbours, each to receive from and to send to; what
+stages send goes over connections of its own. The bytes are in `card_reading.toml`, each with its source.
+
+Left out: blocks that the allocator loses to fragmentation where a profile has another one than `caching`,
+communicators that no op of the trace uses (of barriers and norms of all gradients), NVLink SHARP, plans of cuDNN, and
+other programs.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sim.analysis.peak_memory import peak_memory
+from sim.log import EventLog
+from sim.trace.op import KIND_CODE, PHASE_CODE
+from sim.units import parse_bytes
+
+SEND, RECV = KIND_CODE["send"], KIND_CODE["recv"]
+
+
+@dataclass(frozen=True)
+class CardReading:
+    """One device of the trace. Bytes.
+
+    tensors: the most that the allocator reserved, or, where it keeps no reserve, the peak of what is resident.
+    context: of the runtime.
+    workspaces: of cuBLAS.
+    communicators: buffers of NCCL; None where it is not known how many channels such cards have, and there are any.
+    """
+
+    device: int
+    tensors: int
+    context: int
+    workspaces: int
+    communicators: int | None
+
+    @property
+    def bytes(self) -> int:
+        """All of it, as far as it is known."""
+        return self.tensors + self.context + self.workspaces + (self.communicators or 0)
+
+
+def card_reading(log: EventLog) -> tuple[CardReading, ...]:
+    """What would be read of the card, one entry per device of the trace; () for a machine without figures for that."""
+    card = _cards().get(log.platform.name.partition(" ")[0])
+    if card is None:
+        return ()
+    return tuple(_of_device(log, device, card) for device in range(log.trace.devices))
+
+
+@cache
+def _figures() -> Mapping[str, Any]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _cards() -> Mapping[str, Mapping[str, Any]]:
+    """What is known of a card, by the name of its profile."""
+    return {name: card for card in _figures()["cards"] for name in card["profiles"]}
+
+
+def _of_device(log: EventLog, device: int, card: Mapping[str, Any]) -> CardReading:
+    peak = peak_memory(log, log.platform.home(device).name)
+    c = log.trace.op_columns
+    own = c.device == device
+    products = own & (c.kind == KIND_CODE["matmul"])
+    threads = len({bool(backward) for backward in (c.phase[products] == PHASE_CODE["backward"]).tolist()})
+    ranks, neighbours = list(_communicators(log, device)), _neighbours(log, device)
+    buffers: int | None = 0
+    if ranks or any(neighbours):
+        buffers = _buffers(ranks, neighbours, card["channels"]) if "channels" in card else None
+    return CardReading(
+        device=device,
+        tensors=peak.bytes if peak.reserved_bytes is None else peak.reserved_bytes,
+        context=parse_bytes(_figures()["context"]["bytes"]),
+        workspaces=threads * parse_bytes(card["workspace"]),
+        communicators=buffers,
+    )
+
+
+def _communicators(log: EventLog, device: int) -> Iterator[int]:
+    """How many ranks each communicator has that a device exchanges with by collectives."""
+    c = log.trace.op_columns
+    axes: dict[str, int] = {}
+    for op, ring in c.ring.items():
+        if c.device[op] == device and ring.ranks > 1:
+            axes[ring.axis] = max(axes.get(ring.axis, 0), ring.ranks)
+    yield from axes.values()
+    members: dict[str, set[int]] = {}
+    for op, name in c.group.items():
+        if c.kind[op] not in (SEND, RECV):
+            members.setdefault(name, set()).add(int(c.device[op]))
+    yield from map(len, {frozenset(group) for group in members.values() if device in group and len(group) > 1})
+
+
+def _neighbours(log: EventLog, device: int) -> tuple[int, int]:
+    """From how many other devices one receives, and to how many it sends."""
+    c = log.trace.op_columns
+    ends: dict[str, dict[int, int]] = {}
+    for op, name in c.group.items():
+        if c.kind[op] in (SEND, RECV):
+            ends.setdefault(name, {})[int(c.kind[op])] = int(c.device[op])
+    pairs = {(end[SEND], end[RECV]) for end in ends.values()}
+    return sum(to == device for _, to in pairs), sum(by == device for by, _ in pairs)
+
+
+def _buffers(ranks: list[int], neighbours: tuple[int, int], channels: int) -> int:
+    """Bytes of communicators of so many ranks each, and of the sends and receives of stages."""
+    receive, send = (parse_bytes(_figures()["connection"][key]) for key in ("receive", "send"))
+    collective = sum(channels * (1 + min(2, count - 1)) for count in ranks) * (receive + send)
+    sources, targets = neighbours
+    return collective + int(_figures()["peers"]["channels"]) * (sources * receive + targets * send)

@@ -1,0 +1,48 @@
+"""What a setup of a published run means: cards, networks, and norms that alone are fused."""
+
+import pytest
+
+from sim.hardware.profile import load_profile
+from tests.validation.published_runs import CARDS, FUSED, fusing_only, rows
+from workloads import transformer, with_stack
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "intermediate_size": 256, "max_position_embeddings": 64, "vocab_size": 320,
+}  # fmt: skip
+
+
+def test_each_card_differs_from_its_profile_in_what_its_datasheet_says():
+    usual, small = (load_profile("a100_80_sxm", overrides=o) for o in (None, CARDS["A100 40 GB"]))
+    assert (small.home(0).bandwidth, usual.home(0).bandwidth) == (1555 * 10**9, 2039 * 10**9)
+    assert small.home(0).nominal == usual.home(0).nominal // 2
+    for card, profile, share in (("A800", "a100_80_sxm", 400 / 600), ("H800", "h100", 400 / 900)):
+        pair = [load_profile(profile, overrides={"devices": "8", **o}) for o in ({}, CARDS[card])]
+        whole, part = (next(link.rate for link in p.links if link.name.startswith("nvlink")) for p in pair)
+        assert part == pytest.approx(share * whole, rel=3e-3)
+
+
+def test_rows_run_on_the_card_that_their_source_names():
+    for row in rows():
+        card = (row["setup"] or {}).get("card", "")
+        for name in ("A800", "H800"):
+            assert (name in row["hardware"] and row["setup"] is not None) == (card == name), row["id"]
+        if card == "A100 40 GB":
+            assert row["memory_per_device"] == "40 GB", row["id"]
+            assert "SXM" in row["hardware"], row["id"]
+
+
+def test_norms_alone_are_fused():
+    """Norms become kernels of their own; products, rotary positions, SwiGLU and the loss stay as they are, in bytes."""
+    eager = transformer(LLAMA, batch=1, sequence=64, precision="mixed_fp16", attention="flash", loss="torch")
+    norms, fused = fusing_only(eager, FUSED["norms"]), with_stack(eager, "fused")
+    assert len(fused.ops) < len(norms.ops) < len(eager.ops)
+
+    def others(trace):
+        return {op.name: trace.touched[op.id] for op in trace.ops if not FUSED["norms"] & set(op.name.split("."))}
+
+    left = others(norms)
+    assert {"h0.mlp.act", "h0.mlp.mul", "h1.attn.rope.q.add", "loss.log_softmax"} <= set(left)
+    assert left.items() <= others(eager).items()
+    products = [[op.name for op in trace.ops if op.kind == "matmul"] for trace in (eager, norms)]
+    assert products[0] == products[1]
