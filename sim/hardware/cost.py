@@ -1,8 +1,8 @@
 """The time of an op: one rule for all engines.
 
 Time of an op = launch + FLOPs / (efficiency * peak) + bytes / (share * bandwidth), unless the trace has a measured
-duration. The sum fits published GEMM measurements better than the maximum of the two terms. Operands in another tier
-are charged at that tier's bandwidth.
+duration. The sum fits published GEMM measurements better than the maximum of the two terms. An op that stands for
+several kernels (`LOOPED`) has a launch for each. Operands in another tier are charged at that tier's bandwidth.
 
 A platform with `op_time = "bound"` has the performance bound of DeepCuts instead (Jung, Dao, Lee, PLDI 2021): an op
 takes launch + max(FLOPs / (efficiency * peak * waves), bytes / (share * bandwidth)). `waves` is the part of the cores
@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from sim.errors import ProfileError
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.trace.graph import Trace
-from sim.trace.op import KINDS
+from sim.trace.op import KINDS, PHASE_CODE
+from sim.trace.tensor import ROLE_CODE
 
 TILE = 128
 """Rows and columns of the results that a block of a product computes, as in the tiles that libraries prefer."""
@@ -34,6 +35,18 @@ TILED = ("matmul", "conv", "attention")
 
 RESULT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "fp64": 8}
 """Bytes of an element of a product's result, 4 in other types."""
+
+LOOPED = {"adamw_loop": (8, 8), "adafactor": (18, 9)}
+"""How many kernels an op of an optimizer stands for that updates one parameter after the other, a matrix or a vector.
+
+In PyTorch 2.13 `_single_tensor_adam` calls mul_, lerp_, mul_, addcmul_, sqrt, div, add_ and addcdiv_, and
+`_single_tensor_adafactor` for a matrix norm (of the weight); norm, pow_, div_ and lerp_ for its rows and for its
+columns; mm, mean, clamp_, div_; clamp_, rsqrt_ and mul_; norm (of the update) and add_; for a vector norm, mul, lerp_,
+clone, clamp_, rsqrt_, mul_, norm and add_.
+"""
+
+FUSED = "fused"
+"""The stack that updates all parameters in one kernel, whatever the optimizer."""
 
 STAND_INS = {
     "bf16": ("fp16", "tf32", "fp32"),
@@ -135,6 +148,8 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
             what = f"ops of kind {kind!r}, such as {c.name[int(rows[0])]!r}"
             raise ProfileError(f"{platform.name}: engine {unit.name!r} cannot run {what}; engines that can: {able}")
         fixed[rows] = _fixed_ns(unit, kind, types[type_of[rows[0]]], c.flops[rows])
+        if kind == "optimizer" and unit.device >= 0:
+            fixed[rows] += (kernels(trace)[rows] - 1) * unit.launch
         rate[rows] = bytes_per_second(unit, kind, platform.tier(unit.home))
     measured = c.duration >= 0
     whole = np.where(measured, c.duration, fixed)
@@ -148,6 +163,32 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
     for column in (engine, whole, touched, rate, total):
         column.setflags(write=False)  # the engine and all who estimate share them
     return OpTimes(engine, whole, touched, rate, total)
+
+
+def kernels(trace: Trace) -> NDArray[np.int64]:
+    """How many kernels each op stands for: 1, or what the loop of its optimizer runs for a parameter. Shape (ops,)."""
+    found = np.ones(len(trace.op_columns.name), np.int64)
+    rows = looped(trace)
+    if len(rows):
+        matrix, vector = LOOPED[str(trace.meta["optimizer"])]
+        found[rows] = [matrix if _of_matrix(trace, op) else vector for op in rows.tolist()]
+    return found
+
+
+def looped(trace: Trace) -> NDArray[np.int64]:
+    """The ops that stand for what an optimizer of `LOOPED` runs for one parameter. Captured ones are a kernel each."""
+    c = trace.op_columns
+    if str(trace.meta.get("optimizer", "")) not in LOOPED or trace.meta.get("stack") == FUSED:
+        return np.zeros(0, np.int64)
+    rows = np.flatnonzero((c.phase == PHASE_CODE["update"]) & (c.kind == KINDS.index("optimizer")))
+    return np.array([op for op in rows.tolist() if c.name[op].startswith("optimizer.")], np.int64)
+
+
+def _of_matrix(trace: Trace, op: int) -> bool:
+    """Whether an update is that of a parameter of two dimensions or more, by the weights that it reads or writes."""
+    t = trace.tensor_columns
+    weights = (i for i in (*trace.reads(op), *trace.writes(op)) if t.role[i] == ROLE_CODE["weight"])
+    return any(len(t.shape.get(i, ())) > 1 for i in weights)
 
 
 def first_engines(trace: Trace, engine: NDArray[np.int32], idle: int) -> NDArray[np.int64]:

@@ -18,31 +18,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.hardware.cost import op_times
+from sim.hardware.cost import kernels, looped, op_times
 from sim.hardware.platform import Platform
 from sim.trace.graph import Trace
 from sim.trace.kept import kept
-from sim.trace.op import KIND_CODE, PHASE_CODE, PHASES
-from sim.trace.tensor import ROLE_CODE
+from sim.trace.op import PHASE_CODE, PHASES
 
 EAGER = "eager"
 """The stack of a trace that names none, or one that the platform does not know."""
 
-FUSED = "fused"
-"""The stack that updates all parameters in one kernel, whatever the optimizer."""
-
 
 CAPTURED = "captured"
 """The fact of a trace that lists the ops, by id and in order, of each part that is launched as one graph."""
-
-LOOPED = {"adamw_loop": (8, 8), "adafactor": (18, 9)}
-"""How many kernels an op of an optimizer stands for that updates one parameter after the other, a matrix or a vector.
-
-In PyTorch 2.13 `_single_tensor_adam` calls mul_, lerp_, mul_, addcmul_, sqrt, div, add_ and addcdiv_, and
-`_single_tensor_adafactor` for a matrix norm (of the weight); norm, pow_, div_ and lerp_ for its rows and for its
-columns; mm, mean, clamp_, div_; clamp_, rsqrt_ and mul_; norm (of the update) and add_; for a vector norm, mul, lerp_,
-clone, clamp_, rsqrt_, mul_, norm and add_.
-"""
 
 READS = ("adafactor",)
 """Optimizers that read figures of each parameter from the device, for which the CPU waits: norms, by `item()`."""
@@ -79,8 +66,7 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     optimizer = str(trace.meta.get("optimizer", ""))
     updates = looped(trace)
     if len(updates):  # plain calls, as backward makes them
-        matrix, vector = LOOPED[optimizer]
-        each[updates] = figures.backward * np.where([_of_matrix(trace, op) for op in updates.tolist()], matrix, vector)
+        each[updates] = figures.backward * kernels(trace)[updates]
     each = np.where(called, 0, each)
     for part in trace.meta.get(CAPTURED, ()):
         each[part[1:]] = 0
@@ -93,22 +79,6 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     if len(updates) and optimizer in READS and not figures.is_graph:
         waits.update(updates[~called[updates]].tolist())
     return Dispatched(each, figures.once, frozenset(waits))
-
-
-def looped(trace: Trace) -> NDArray[np.int64]:
-    """The ops that stand for what an optimizer of `LOOPED` runs for one parameter. Captured ones are a kernel each."""
-    c = trace.op_columns
-    if str(trace.meta.get("optimizer", "")) not in LOOPED or trace.meta.get("stack") == FUSED:
-        return np.zeros(0, np.int64)
-    rows = np.flatnonzero((c.phase == PHASE_CODE["update"]) & (c.kind == KIND_CODE["optimizer"]))
-    return np.array([op for op in rows.tolist() if c.name[op].startswith("optimizer.")], np.int64)
-
-
-def _of_matrix(trace: Trace, op: int) -> bool:
-    """Whether an update is that of a parameter of two dimensions or more, by the weights that it reads or writes."""
-    t = trace.tensor_columns
-    weights = (i for i in (*trace.reads(op), *trace.writes(op)) if t.role[i] == ROLE_CODE["weight"])
-    return any(len(t.shape.get(i, ())) > 1 for i in weights)
 
 
 def added(trace: Trace, platform: Platform) -> NDArray[np.int64]:

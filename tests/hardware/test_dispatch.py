@@ -10,7 +10,8 @@ from sim.analysis.stalls import stalls
 from sim.engine.prepare import prepare
 from sim.errors import PolicyError, ProfileError
 from sim.hardware.assemble import dispatch_parts
-from sim.hardware.dispatch import CAPTURED, LOOPED, dispatched
+from sim.hardware.cost import LOOPED, op_times
+from sim.hardware.dispatch import CAPTURED, dispatched
 from sim.layout import lay_out
 from sim.rewrites.rewriter import with_columns
 from sim.trace.op import PHASES
@@ -100,6 +101,24 @@ def test_where_each_kernel_is_an_op_none_stands_for_several():
     fused = with_stack(trace, "fused")
     updates = [op.id for op in fused.ops if op.phase == "update"]
     assert set(prepare(fused, machine(dispatch="cpu")).dispatch.each[updates].tolist()) == {eager.update}
+
+
+@pytest.mark.parametrize(("optimizer", "matrix", "vector"), [("adamw_loop", 8, 8), ("adafactor", 18, 9)])
+def test_each_kernel_of_a_loop_has_a_launch_on_the_device_as_well(optimizer, matrix, vector):
+    """Against the same ops named as a capture names them, which are a kernel each: 6 us more per further kernel."""
+    platform = machine()
+    trace = transformer("gpt2", batch=1, sequence=16, optimizer=optimizer)
+    single = with_columns(trace, name=[op.name.replace("optimizer.", "mul_.") for op in trace.ops])
+    more = (op_times(trace, platform).total - op_times(single, platform).total).tolist()
+    for op in trace.ops:
+        shapes = [trace.tensors[t].shape for t in op.reads if trace.tensors[t].role == "weight"]
+        kernels = 1 if op.phase != "update" else matrix if len(shapes[0]) > 1 else vector
+        assert more[op.id] == (kernels - 1) * 6_000, op.name
+    measured = with_columns(trace, duration=np.full(len(trace.ops), 5))
+    assert set(op_times(measured, platform).total.tolist()) == {5}
+    fused = with_stack(transformer("gpt2", batch=1, sequence=16, optimizer="adamw_loop"), "fused")
+    plain = with_columns(fused, meta={**fused.meta, "optimizer": "adamw_foreach"})
+    assert op_times(fused, platform).total.tolist() == op_times(plain, platform).total.tolist()
 
 
 def test_adafactor_launches_what_pytorch_does_for_each_parameter_and_waits_for_the_device():
