@@ -24,7 +24,7 @@ from sim.errors import LayoutError, UnitError, near
 from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.rewrites.batching import batch_ops, batched
+from sim.rewrites.batching import batch_ops, batched, own_ops
 from sim.rewrites.dimensions import TENSOR, column_axis, dimensions
 from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
@@ -358,7 +358,7 @@ def _laid_out(
     trace = trace if layout.barrier else updates_by_layer(trace)
     dealt = layout.zero > 1 and layout.dp * layout.cp > 1
     replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep, "buckets": layout.buckets}
-    replicas["parts"] = layout.parts
+    replicas |= {"parts": layout.parts, "own_statistics": True}
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
     axes: dict[str, Any] = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
     axes |= {"group": layout.reshard_to or 1, "neighbours": layout.ring_attention}
@@ -410,10 +410,15 @@ def _check_samples(trace: Trace, layout: Layout) -> None:
         if trace.meta.get("loss") == "chunked":
             said = "loss 'chunked' takes 1,024 tokens at a time, of whichever samples they are"
             raise LayoutError(f"{key}: {said}, and cannot be divided by samples; try 'fused'; nearest: 1")
-        over_all = _norm_over_samples(trace)
+        over_all = _norm_over_samples(trace, layout.schedule != "pipedream")
         if over_all:
-            said = f"batch norm {over_all!r} takes its statistics over all samples"
-            raise LayoutError(f"{key}: {said}: on parts of them it would compute something else; nearest: 1")
+            said = (
+                f"norm {over_all!r} takes its statistics over all samples: on parts of them it would compute something"
+            )
+            other = (
+                "; schedules with one update, such as '1f1b', give each part its own" if own_ops(trace).any() else ""
+            )
+            raise LayoutError(f"{key}: {said} else{other}; nearest: 1")
     samples = trace.meta.get("batch")
     if not isinstance(samples, int):
         return
@@ -426,9 +431,13 @@ def _check_samples(trace: Trace, layout: Layout) -> None:
         raise LayoutError(f"micro_batches: {layout.micro_batches} does not divide the {of}; nearest: {nearest}")
 
 
-def _norm_over_samples(trace: Trace) -> str:
-    """The first norm of forward that reads rows of samples and cannot be split by them; "" for none."""
+def _norm_over_samples(trace: Trace, own: bool) -> str:
+    """The first norm of forward that reads rows of samples and cannot be split by them; "" for none.
+
+    own: whether parts may have statistics of their own samples.
+    """
     splits, rows, c = batch_ops(trace), batched(trace), trace.op_columns
+    splits = splits | own_ops(trace) if own else splits
     norms = (op for op in range(len(c.name)) if KINDS[c.kind[op]] == "norm" and c.phase[op] == 0 and not splits[op])
     return next((c.name[op] for op in norms if any(rows[t] for t in trace.reads(op))), "")
 

@@ -169,9 +169,15 @@ def test_what_takes_all_samples_together_is_named(layout: dict) -> None:
     chunked = transformer(CONFIG, batch=4, sequence=32, loss="chunked")
     with pytest.raises(LayoutError, match=f"{key}: loss 'chunked' takes 1,024 tokens at a time, .* try 'fused'"):
         lay_out(chunked, "a100_80_sxm", layout)
-    with pytest.raises(LayoutError, match=f"{key}: batch norm 'stem.norm' .* over all samples: .* nearest: 1"):
-        lay_out(cnn("resnet-50", batch=4), "a100_80_sxm", layout)
-    lay_out(cnn("vgg-16", batch=4), "a100_80_sxm", layout)
+    for name in ("vgg-16", "resnet-50"):
+        lay_out(cnn(name, batch=4), "a100_80_sxm", layout)
+
+
+def test_a_step_per_microbatch_has_no_batch_norm() -> None:
+    with pytest.raises(
+        LayoutError, match=r"micro_batches: norm 'stem.norm' .* over all samples: .* '1f1b', give .*; nearest: 1"
+    ):
+        lay_out(cnn("resnet-50", batch=4), "a100_80_sxm", {"micro_batches": 2, "schedule": "pipedream"})
 
 
 def test_the_dies_of_a_supernode_are_those_of_its_packages() -> None:

@@ -222,7 +222,7 @@ class Tape:
         reads, writes: operands and results.
         settles: the kernel converts a gradient that a node produced to the shape and type of its value. Autograd does
             this (validate_outputs) for all gradients after the node's own kernels.
-        across: each sample's result depends on the other samples, so that the kernel cannot be split by batch.
+        across: each sample's result depends on the other samples, so that parts of the batch compute something else.
         """
         if kind in ("matmul", "attention"):
             self.product_flops += flops if counted is None else counted
@@ -280,7 +280,8 @@ class Tape:
         )
 
     def _splits(self, kernel: Kernel, reads: Sequence[int]) -> tuple[str, ...]:
-        """How a kernel may be split: `batch` if its results have one row per sample, `batch_sum` if they are sums.
+        """How a kernel may be split: `batch` if its results have one row per sample, `batch_sum` if they are sums,
+        `batch_own` if samples depend on each other.
 
         The gradient of a tensor with rows has rows; that of a weight, a position or a loss is a sum over samples.
         """
@@ -291,7 +292,7 @@ class Tape:
             has_rows = self._has_rows(v) if of is None else of in self._rows
             (self._rows if has_rows else self._sums).add(v.tensor)
         if kernel.across:
-            return ()
+            return ("batch_own",)
         return ("batch",) if any(v.tensor in self._rows for v in kernel.writes) else ("batch_sum",)
 
     def _has_rows(self, value: Value) -> bool:
