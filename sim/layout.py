@@ -25,6 +25,7 @@ from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.rewrites.batching import batch_ops, batched, own_ops
+from sim.rewrites.chunks import CHUNKED, Chunks, as_base, cut, joined
 from sim.rewrites.dimensions import TENSOR, column_axis, dimensions
 from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
@@ -351,6 +352,8 @@ def _laid_out(
     check_experts(trace, layout.ep)
     asked, layout = layout, with_layers(trace, machine, layout)
     table = part_of_layer(trace, layout)
+    chunks = _joined_chunks(trace, layout)
+    trace = as_base(chunks.trace) if chunks is not None else trace
     trace = experts_apart(trace) if layout.ep > 1 else trace  # whose gradients others sum
     trace = divide_tokens(trace, layout.cp, layout.ring_attention)
     trace = divide_layers(trace, layout.tp, layout.sequence_parallel, layout.async_sums)
@@ -365,8 +368,23 @@ def _laid_out(
     sharded = shard(divided, layout.dp, layout.zero, layout.reshard, layout.prefetch, layout.reshard_to or 1)
     sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)
+    sharded = sharded if chunks is None else cut(sharded, chunks)
     sharded = _named(sharded, asked)
     return sharded, placed(machine, layout.pp, layout.dp, **axes)
+
+
+def _joined_chunks(trace: Trace, layout: Layout) -> Chunks | None:
+    """The trace with the chunks of its loss joined where its samples are divided; None where there is nothing to do.
+
+    Raises LayoutError for chunks that are not as `workloads.losses` makes them.
+    """
+    if trace.meta.get("loss") != CHUNKED or layout.dp * layout.micro_batches == 1:
+        return None
+    chunks = joined(trace)
+    if chunks is None:
+        key = "dp" if layout.dp > 1 else "micro_batches"
+        raise LayoutError(f"{key}: no chunks of loss 'chunked' are known, whose tokens could be divided; nearest: 1")
+    return chunks
 
 
 def _named(trace: Trace, layout: Layout) -> Trace:
@@ -407,9 +425,6 @@ def _check_samples(trace: Trace, layout: Layout) -> None:
     """Raise LayoutError where the samples do not divide among replicas and microbatches."""
     if layout.dp * layout.micro_batches > 1:
         key = "dp" if layout.dp > 1 else "micro_batches"
-        if trace.meta.get("loss") == "chunked":
-            said = "loss 'chunked' takes 1,024 tokens at a time, of whichever samples they are"
-            raise LayoutError(f"{key}: {said}, and cannot be divided by samples; try 'fused'; nearest: 1")
         over_all = _norm_over_samples(trace, layout.schedule != "pipedream")
         if over_all:
             said = (

@@ -163,16 +163,6 @@ def test_a_machine_without_the_devices_or_their_links_is_named(base: Trace) -> N
         lay_out(trace, platform, {"pp": 2})
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 1, "micro_batches": 2}])
-def test_what_takes_all_samples_together_is_named(layout: dict) -> None:
-    key = "dp" if "dp" in layout else "micro_batches"
-    chunked = transformer(CONFIG, batch=4, sequence=32, loss="chunked")
-    with pytest.raises(LayoutError, match=f"{key}: loss 'chunked' takes 1,024 tokens at a time, .* try 'fused'"):
-        lay_out(chunked, "a100_80_sxm", layout)
-    for name in ("vgg-16", "resnet-50"):
-        lay_out(cnn(name, batch=4), "a100_80_sxm", layout)
-
-
 def test_a_step_per_microbatch_has_no_batch_norm() -> None:
     with pytest.raises(
         LayoutError, match=r"micro_batches: norm 'stem.norm' .* over all samples: .* '1f1b', give .*; nearest: 1"

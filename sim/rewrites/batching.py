@@ -65,6 +65,10 @@ def batched(trace: Trace) -> NDArray[np.bool_]:
     out[[t for t, shape in c.shape.items() if trace.producer[t] >= 0 and _has_no_rows(shape, c.name[t], trace)]] = False
     statistics = (t for op in np.flatnonzero(own).tolist() for t in trace.writes(op) if len(c.shape.get(t, ())) < 2)
     out[list(statistics)] = False
+    sums = np.append(_splits_by(trace, "batch_sum"), False)[trace.producer]
+    for t in np.flatnonzero(sums & (c.replaces >= 0)).tolist():  # what is scaled or added to in place is a sum, too
+        while (t := int(c.replaces[t])) >= 0:
+            out[t] = False
     return out
 
 

@@ -55,6 +55,7 @@ import numpy as np
 
 from sim.errors import TraceError
 from sim.rewrites.batching import batch_ops, batched, own_ops, renewed
+from sim.rewrites.chunks import as_base, joined
 from sim.rewrites.codecs import FORMATS, SUFFICES
 from sim.rewrites.dimensions import BLOCKS, CONTEXT, DIMENSIONS, QUERIES, TENSOR, TOKENS, dimensions, operands
 from sim.rewrites.experts import EXPERTS, row_span
@@ -192,9 +193,16 @@ def check_origin(rewritten: Trace, base: Trace, allowed: Sequence[str] = ("repea
 def departures(rewritten: Trace, base: Trace) -> tuple[Departure, ...]:
     """All departures of a rewritten trace from its base; none for a faithful rewrite.
 
+    Where the samples of a chunked loss are divided, the trace is compared with the base whose chunks have been joined
+    (`sim.rewrites.chunks`), and that with the base.
+
     Raises TraceError if the trace was not derived from that base.
     """
     origin = Origin.identity(rewritten)
+    if origin.base != base.content_hash and (chunks := joined(base)) is not None:
+        with_one = as_base(chunks.trace)
+        if origin.base == with_one.content_hash:
+            return (*departures(chunks.trace, base), *departures(rewritten, with_one))
     if origin.base != base.content_hash:
         raise TraceError("rewrite: this trace was derived from another base")
     if origin.iterations < 1:
@@ -218,11 +226,12 @@ class _Check:
         self.trace, self.base, self.origin = trace, base, origin
         self.own = own_ops(base)
         self.rows, self.by_batch = batched(base), batch_ops(base) | self.own
-        self.renewed = {t: old for old, t in renewed(base, self.own).items()}
-        self.versions = self.renewed.keys()
+        self.versions = {t: old for old, t in renewed(base, self.own).items()}
+        self.grown = self._grown()
         of_own = [t for op in np.flatnonzero(self.own).tolist() for t in base.writes(op)]
-        gradient = ROLES.index("gradient")
+        gradient = ROLES.index("gradient")  # those of weights are sums
         self.statistics = {t for t in of_own if not self.rows[t] and base.tensor_columns.role[t] != gradient}
+        self.of_parts = self.statistics - self.versions.keys()
         self.dims = dimensions(base)
         self.last_of = {first: last for last, first in base.carry}
         self.gradient_of = gradients_replaced(base)
@@ -397,9 +406,19 @@ class _Check:
             available.update(self.results(op, expr, have, claims, Fraction(1)))
         for t in self.trace.writes(op):
             claim = self.claims[t]
-            if claim not in available and not self.covers(claim, available, glue=glue, adds=adds):
+            if claim not in available and not (
+                self.covers(claim, available, glue=glue, adds=adds) or self.adds_to(t, claim, available)
+            ):
                 name, tensor = self.trace.op_columns.name[op], self.trace.tensor_columns.name[t]
                 self.report("wrong", name, tensor, f"op {name!r} cannot produce {tensor!r}: {self.say(claim)}")
+
+    def adds_to(self, t: int, claim: Expr, available: set[Expr]) -> bool:
+        """Whether a product's result is what was there with the product's own part added, as in the base."""
+        over = int(self.trace.tensor_columns.replaces[t])
+        if over < 0 or not all(leaf.id in self.grown for leaf in leaves(claim)):
+            return False
+        have = self.closure({*available, self.claims[over]}, glue=True, adds=True)
+        return self.covers(claim, have, glue=True, adds=True)
 
     def results(self, op: int, expr: Expr, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
         """What an op that stands for `expr` computes from the values it has."""
@@ -435,15 +454,29 @@ class _Check:
 
     def may_be_whole(self, claim: Expr, restricted: Part | Microbatch) -> bool:
         if isinstance(restricted, Microbatch):
-            return not any(self.rows[leaf.id] or leaf.id in self.statistics - self.versions for leaf in leaves(claim))
+            return not any(leaf.id in self.of_parts for leaf in leaves(claim))
         return True  # the whole has the part
 
     def renewed_by(self, claim: Expr, by: Microbatch) -> list[Expr]:
-        """The running statistics that a microbatch takes an earlier one's version for; none for any other claim."""
+        """What a microbatch finds in place of an old value: a version that earlier ones have renewed or added to.
+
+        by: that microbatch. None for any other claim.
+        """
         if not isinstance(claim, Microbatch) or claim.count != by.count or claim.first >= by.first:
             return []
-        old = (Same(self.renewed[x.id], x.iteration) for x in leaves(claim) if x.id in self.versions)
-        return [self.settle(each) if self.origin.iterations > 1 else each for each in old]
+        if all(x.id in self.versions for x in leaves(claim)):
+            old = (Same(self.versions[x.id], x.iteration) for x in leaves(claim))
+            return [self.settle(each) if self.origin.iterations > 1 else each for each in old]
+        if (claim.first, claim.stop) == (0, by.first) and all(x.id in self.grown for x in leaves(claim)):
+            return [map_leaves(claim.of, lambda x: Same(self.grown[x.id], x.iteration))]
+        return []
+
+    def _grown(self) -> dict[int, int]:
+        """What products of the base add to, by the id of the result that takes its place."""
+        base, replaces = self.base, self.base.tensor_columns.replaces
+        products = (op for op in range(len(base.ops)) if KINDS[base.op_columns.kind[op]] == "matmul")
+        results = ((t, int(replaces[t]), op) for op in products for t in base.writes(op) if replaces[t] >= 0)
+        return {t: old for t, old, op in results if old in base.reads(op)}
 
     def shared_results(self, op: int, expr: Along, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
         """What an op computes that stands for a share of one along a dimension."""

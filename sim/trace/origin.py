@@ -322,8 +322,8 @@ class Origin:
             groups = self.ranks // self.experts
             if expr.count == (groups if has_experts(expr) else self.ranks) * self.context:
                 shift = (group if has_experts(expr) else group * self.experts + member) * self.context
-        elif isinstance(expr, Microbatch) and _is_shared(expr.of):
-            shift = member
+        elif isinstance(expr, Microbatch) and (within := _microbatches(expr.of)):
+            shift = member if within == 1 else 0  # else rows of what the member has
         elif isinstance(expr, Microbatch):
             groups = self.ranks // self.experts
             width = 1 if self.dealt else expr.count // groups
@@ -417,13 +417,13 @@ def has_experts(expr: Expr) -> bool:
     return False
 
 
-def _is_shared(expr: Expr) -> bool:
-    """Whether an expression is of microbatches."""
+def _microbatches(expr: Expr) -> int:
+    """Of how many microbatches, one in the other, an expression is a share."""
+    number = 0
     while not isinstance(expr, Same | Glue | Fused | Packed):
-        if isinstance(expr, Microbatch):
-            return True
+        number += isinstance(expr, Microbatch)
         expr = expr.of
-    return False
+    return number
 
 
 # ---- as JSON values ----------------------------------------------------------------------------
