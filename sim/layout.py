@@ -32,7 +32,7 @@ from sim.rewrites.experts import experts_of
 from sim.rewrites.gradient_buffer import gradient_buffers
 from sim.rewrites.next_step import updates_by_layer, without_barrier
 from sim.rewrites.pipeline import pipeline
-from sim.rewrites.schedules import SCHEDULES, parts_per_device, refusal
+from sim.rewrites.schedules import SCHEDULES, device_of, parts_per_device, refusal
 from sim.rewrites.stage_partition import LayerCost
 from sim.rewrites.tensor_parallel import divide_layers, divide_tokens
 from sim.rewrites.zero import LEVELS, shard
@@ -84,8 +84,8 @@ class Layout:
         itself. Under `pipedream` each of them is a step of its own, with an update.
     chunks: parts of the model per device: 2 or more for `interleaved`, by default 2.
     layers: how many layers each part has, in order; by default all as many. The first and the last of several may have
-        0, so that they have the embedding and the loss alone. `balanced`: so many that the slowest part
-        takes the least time; `dapple`: so many that a whole iteration does (`sim.stage_balance`).
+        0, so that they have the embedding and the loss alone. `balanced`: so many that the slowest device
+        takes the least time, with all its parts; `dapple`: so many that a whole iteration does (`sim.stage_balance`).
 
     Raises LayoutError for a value that no trace could run with, naming the key and the nearest valid value.
     """
@@ -408,7 +408,8 @@ def with_layers(
     costs = costs or partial(layer_costs, trace, machine)
     ranks, n = layout.tp * layout.cp, layout.micro_batches
     if layout.layers == BALANCED:
-        return replace(layout, layers=balanced(costs(layout.dp * ranks * n), machine, layout.parts))
+        device = [device_of(part, layout.pp, layout.schedule) for part in range(layout.parts)]
+        return replace(layout, layers=balanced(costs(layout.dp * ranks * n), machine, device))
     return replace(layout, layers=by_latency(costs(ranks * n), machine, layout.pp, layout.dp, ranks, n))
 
 

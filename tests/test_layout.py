@@ -285,6 +285,19 @@ def test_devices_beyond_the_stages_are_replicas(capsys, tmp_path) -> None:
     assert "nearest: 8" in err
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_v", "dualpipe_v"])
+def test_balance_is_of_what_a_device_holds_where_it_holds_several_parts(schedule: str) -> None:
+    """Faster than equal parts, and than parts of which each by itself takes as little as it can."""
+    config = {"model_type": "gpt2", "n_layer": 24, "n_embd": 256, "n_head": 4, "n_positions": 128, "vocab_size": 50257}
+    wide = transformer(config, batch=8, sequence=128, precision="mixed_bf16", loss="fused")
+    layout = {"pp": 4, "micro_batches": 8, "schedule": schedule}
+    ends = [
+        simulate(wide, "mt3000_cluster", parallel={**layout, **more}, budget="1 TB").summary()["makespan_ns"]
+        for more in ({"layers": "balanced"}, {}, {"layers": (3, 4, 4, 4, 4, 3, 1, 1)})
+    ]
+    assert ends[0] < 0.95 * min(ends[1:])
+
+
 def test_balanced_stages_are_faster_than_equal_ones() -> None:
     """A head of 50,257 columns takes as long as several of these layers."""
     config = {"model_type": "gpt2", "n_layer": 8, "n_embd": 256, "n_head": 4, "n_positions": 128, "vocab_size": 50257}
