@@ -369,13 +369,17 @@ class Origin:
                     return expr
                 return map_leaves(expr, lambda inner: Same(inner.id, inner.iteration + shift, inner.behind + behind))
 
-            # most are an old tensor or op as it is
-            return tuple(
-                exprs[each.id]
-                if type(each) is Same and not (each.iteration or each.behind)
-                else map_leaves(each, change)
-                for each in own
-            )
+            def composed(expr: Expr) -> Expr:
+                """`map_leaves` in short for what most are: an old tensor or op as it is, or a microbatch of one."""
+                of = expr.of if isinstance(expr, Microbatch) else expr
+                if not isinstance(of, Same) or of.iteration or of.behind:
+                    return map_leaves(expr, change)
+                inner = exprs[of.id]
+                if not isinstance(expr, Microbatch) or isinstance(inner, Glue):
+                    return inner
+                return expr if inner == of else Microbatch(inner, expr.first, expr.stop, expr.count)
+
+            return tuple(map(composed, own))
 
         return Origin(
             middle.base,
