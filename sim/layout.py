@@ -604,7 +604,7 @@ def _check_devices(machine: Platform, layout: Layout) -> None:
             f"{key}: {machine.name} has {machine.devices} device(s) and states no network to others, and {devices} are "
             f"needed; nearest: {machine.devices}, or load_profile(…, overrides={{'devices': '{devices}'}})"
         )
-    for network in machine.networks[:1]:
+    for network in machine.networks[-1:]:  # the outermost
         most = network.nodes * network.per_node
         if 0 < most < devices:
             has = f"{network.name!r} of {machine.name} joins {most} devices"
