@@ -501,8 +501,11 @@ def check_experts(trace: Trace, ep: int) -> None:
         return
     numbers = set(experts_of(trace).values())
     if not numbers:
-        alone = "expert_loads" in trace.meta  # as many ops as experts: no rank's stand for another's
-        what = "experts that run one after another cannot be divided; try experts_implementation 'grouped'"
+        alone = "expert_loads" in trace.meta
+        what = (
+            "experts that run one after another cannot be divided: each has ops and rows of its own, so that no rank's "
+            "stand for another's; try experts_implementation 'grouped'"
+        )
         raise LayoutError(f"ep: {what if alone else 'the trace has no experts that can be divided'}; nearest: 1")
     experts = math.gcd(*numbers)
     if experts % ep:
@@ -529,11 +532,6 @@ def _check_rows_of_experts(trace: Trace, sequence_parallel: bool) -> None:
 
 def _check_divisible(key: str, trace: Trace) -> None:
     """Raise LayoutError for a trace whose layers cannot be divided among ranks at all."""
-    if key == "cp" and "expert_loads" in trace.meta and not experts_of(trace):
-        raise LayoutError(
-            "cp: rows of experts that run one after another cannot be divided by tokens; try experts_implementation "
-            "'grouped'; nearest: 1"
-        )
     if trace.meta.get("stack", "eager") != "eager":
         raise LayoutError(
             f"{key}: the kernels of the stack {trace.meta['stack']!r} cannot be divided once they are fused; build the "
