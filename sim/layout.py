@@ -426,15 +426,10 @@ def _check_samples(trace: Trace, layout: Layout) -> None:
     """Raise LayoutError where the samples do not divide among replicas and microbatches."""
     if layout.dp * layout.micro_batches > 1:
         key = "dp" if layout.dp > 1 else "micro_batches"
-        over_all = _norm_over_samples(trace, layout.schedule != "pipedream")
+        over_all = _norm_over_samples(trace)
         if over_all:
-            said = (
-                f"norm {over_all!r} takes its statistics over all samples: on parts of them it would compute something"
-            )
-            other = (
-                "; schedules with one update, such as '1f1b', give each part its own" if own_ops(trace).any() else ""
-            )
-            raise LayoutError(f"{key}: {said} else{other}; nearest: 1")
+            said = f"norm {over_all!r} takes its statistics over all samples"
+            raise LayoutError(f"{key}: {said}: on parts of them it would compute something else; nearest: 1")
     samples = trace.meta.get("batch")
     if not isinstance(samples, int):
         return
@@ -447,13 +442,9 @@ def _check_samples(trace: Trace, layout: Layout) -> None:
         raise LayoutError(f"micro_batches: {layout.micro_batches} does not divide the {of}; nearest: {nearest}")
 
 
-def _norm_over_samples(trace: Trace, own: bool) -> str:
-    """The first norm of forward that reads rows of samples and cannot be split by them; "" for none.
-
-    own: whether parts may have statistics of their own samples.
-    """
-    splits, rows, c = batch_ops(trace), batched(trace), trace.op_columns
-    splits = splits | own_ops(trace) if own else splits
+def _norm_over_samples(trace: Trace) -> str:
+    """The first norm of forward that reads rows of samples and cannot be split by them; "" for none."""
+    splits, rows, c = batch_ops(trace) | own_ops(trace), batched(trace), trace.op_columns
     norms = (op for op in range(len(c.name)) if KINDS[c.kind[op]] == "norm" and c.phase[op] == 0 and not splits[op])
     return next((c.name[op] for op in norms if any(rows[t] for t in trace.reads(op))), "")
 

@@ -18,6 +18,7 @@ from sim.errors import Infeasible, PolicyError
 from sim.hardware.nodes import placed
 from sim.hardware.platform import rank_link
 from sim.layout import Layout
+from sim.rewrites.rewriter import with_columns
 from sim.rewrites.values import departures
 from tests.machines import machine
 from tests.test_cli import tiersim
@@ -163,11 +164,12 @@ def test_a_machine_without_the_devices_or_their_links_is_named(base: Trace) -> N
         lay_out(trace, platform, {"pp": 2})
 
 
-def test_a_step_per_microbatch_has_no_batch_norm() -> None:
-    with pytest.raises(
-        LayoutError, match=r"micro_batches: norm 'stem.norm' .* over all samples: .* '1f1b', give .*; nearest: 1"
-    ):
-        lay_out(cnn("resnet-50", batch=4), "a100_80_sxm", {"micro_batches": 2, "schedule": "pipedream"})
+def test_a_norm_over_all_samples_is_named_where_nobody_says_how_it_splits() -> None:
+    base = cnn("resnet-50", batch=4, image=32)
+    splits = {op: ways for op, ways in base.op_columns.splits.items() if ways != ("batch_own",)}
+    other = with_columns(base, splits=splits)
+    with pytest.raises(LayoutError, match=r"dp: norm 'stem.norm' .* over all samples: .* nearest: 1"):
+        lay_out(other, "a100_80_sxm", {"dp": 2})
 
 
 def test_the_dies_of_a_supernode_are_those_of_its_packages() -> None:

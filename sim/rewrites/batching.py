@@ -49,6 +49,12 @@ def _splits_by(trace: Trace, way: str) -> NDArray[np.bool_]:
     return out
 
 
+def renewing(trace: Trace, versions: Collection[int]) -> set[int]:
+    """The ops that do nothing but renew running statistics, as much for a part of the samples as for all."""
+    ops = {int(trace.producer[t]) for t in versions}
+    return {op for op in ops if all(t in versions for t in trace.writes(op))}
+
+
 def batched(trace: Trace) -> NDArray[np.bool_]:
     """Whether each tensor has one row per sample, so that a microbatch needs a slice of it. Shape (tensors,).
 
@@ -183,7 +189,7 @@ class _Split:
         collective among replicas makes in place of the ops of `joining`.
     experts: what this rank has of the experts, None where they are not divided. groups: of replicas that divide them.
     total: microbatches of all groups.
-    renewed: the new version of each running statistic, by the old one's id. renewing: the ops that write them.
+    renewed: the new version of each running statistic, by the old one's id. renewing: the ops that write these alone.
     """
 
     def __init__(
@@ -221,7 +227,7 @@ class _Split:
         self.reduced: list[tuple[Tensor, Op, int]] = []
         self.renewed = {} if own is None else renewed(trace, own)
         self.versions = set(self.renewed.values())
-        self.renewing = {int(trace.producer[t]) for t in self.versions}
+        self.renewing = renewing(trace, self.versions)
         late = _late_ops(trace, splits, rows, self.versions)
         self.late: list[bool] = late.tolist()
         repeated = _repeated_ops(trace, splits, late) if passes and n > 1 else np.zeros_like(splits)

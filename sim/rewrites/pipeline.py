@@ -62,7 +62,7 @@ def pipeline(
         model (`FOLDED`), parts S to 2 S - 1 on the devices S - 1 to 0.
     parts: of the model, of which the first and the last may have no layers; by default as many as layers are on.
     ranks, dealt, experts, buckets: symmetric replicas of the pipeline, of which this is one, see `split_batch_ops`.
-    own_statistics: whether batch norm may have statistics of each microbatch, see there; not under `pipedream`.
+    own_statistics: whether batch norm may have statistics of each microbatch, see there; under `pipedream` it has.
 
     Raises TraceError for a trace on several devices, a layer without a stage, parts that do not divide among devices,
     a number of microbatches that the schedule has no order for, replicas under `pipedream`, or an update that needs the

@@ -617,7 +617,7 @@ class _Check:
             wanted = Same(t, leaf.iteration)
             if self.origin.iterations > 1:
                 wanted = self.settle(wanted)
-            if leaf.behind and base.producer[t] < 0 and t in self.last_of:
+            if leaf.behind and base.producer[t] < 0 and t in self.last_of and t not in self.versions.values():
                 older = self.settle(Same(t, max(leaf.iteration - leaf.behind, 0)))
                 if older in have and older != wanted:
                     text = f"op {name!r} reads {self.say(wanted)} as it was {leaf.behind} updates before"

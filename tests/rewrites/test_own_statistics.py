@@ -82,6 +82,16 @@ def test_they_take_what_microbatches_built_one_by_one_take(parts: int, precision
     assert statistics[0] == statistics[1]  # each microbatch renews all of them
 
 
+@pytest.mark.parametrize("parts", [2, 8])
+def test_kernels_that_a_compiler_fuses_divide_as_eager_ones(parts: int) -> None:
+    """All work but that of the running statistics, which is as much for each part."""
+    base = step(stack="compiled")
+    trace, _ = split_batch_ops(base, parts, own_statistics=True)
+    sums = sum(op.flops for op in trace.ops if ".sum.add.mb" in op.name)
+    done, whole = sum(op.flops for op in trace.ops) - sums, sum(op.flops for op in base.ops)
+    assert whole <= done <= whole + parts * NORMS * 4 * 2048
+
+
 def test_replicas_exchange_gradients_and_no_statistics() -> None:
     base, d = step(), 4
     trace, _ = lay_out(base, "a100_80_sxm", {"dp": d})
@@ -122,6 +132,22 @@ def test_running_statistics_are_renewed_in_turn_and_in_place() -> None:
         assert tuple(trace.tensors[t].replaces for t in after.writes) == before.writes
     for k, op in enumerate(renewed):
         assert [trace.tensors[t].name for t in op.reads[3:]] == [f"stem.norm.{s}.mb{k}" for s in ("mean", "rstd")]
+
+
+@pytest.mark.parametrize("stack", ["eager", "compiled"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_step_per_microbatch_has_a_batch_of_its_own(stages: int, stack: str) -> None:
+    """Under `pipedream` nothing is other than in four steps of two samples, but how old the weights are."""
+    base = step(8, stack=stack)
+    layout = {"pp": stages, "micro_batches": 4, "schedule": "pipedream"}
+    trace, _ = lay_out(base, "a100_80_sxm", layout | ({"layers": "balanced"} if stages > 1 else {}))
+    assert found(trace, base).keys() == ({"delayed"} if stages > 1 else set())
+    if stack == "eager":
+        own = [op for op in trace.ops if op.name.startswith("stem.norm.statistics")]
+        for before, after in pairwise(own):
+            assert after.reads[:3] == before.writes
+        few = {op.name: op.flops for op in step(2).ops}
+        assert all(op.flops == few[op.name.rpartition(".mb")[0]] for op in trace.ops if ".norm" in op.name)
 
 
 # ---- faults that the law finds -----------------------------------------------------------------------
