@@ -11,20 +11,25 @@ import numpy as np
 import pytest
 
 from sim import load_profile
-from sim.analysis.peak_memory import peak_bytes
+from sim.analysis.peak_memory import peak_bytes, peak_memory
+from sim.conformance.replayed import run_policy
+from sim.conformance.suite import CHECKS, breaks
 from sim.engine.replay import replay
 from sim.errors import LayoutError
 from sim.experiment import reference_run
 from sim.layout import lay_out
 from sim.plan import Plan
+from sim.policies import load
 from sim.rewrites.chunks import as_base, joined
 from sim.rewrites.ranks import all_ranks
 from sim.rewrites.values import Departure, departures
 from sim.trace import Trace
-from sim.trace.io import load, save
+from sim.trace.io import load as load_trace
+from sim.trace.io import save
 from sim.trace.op import KINDS
 from sim.trace.origin import Microbatch
 from tests.rewrites.test_replicas import line, named, op_named, reading, rebuilt
+from tests.validation.truth import cases
 from workloads import transformer
 from workloads.losses import CHUNK
 from workloads.stacks import with_stack
@@ -179,8 +184,8 @@ def test_a_divided_trace_keeps_what_it_stands_for_in_a_file(tmp_path) -> None:
     base = step()
     trace, _ = lay_out(base, "a100_80_sxm", {"dp": 2, "micro_batches": 2})
     save(trace, tmp_path / "t.jsonl")
-    assert load(tmp_path / "t.jsonl").origin == trace.origin
-    assert found(load(tmp_path / "t.jsonl"), base).keys() <= {"repeated"}
+    assert load_trace(tmp_path / "t.jsonl").origin == trace.origin
+    assert found(load_trace(tmp_path / "t.jsonl"), base).keys() <= {"repeated"}
 
 
 def test_what_is_no_chunk_as_they_are_made_is_named() -> None:
@@ -247,3 +252,31 @@ def test_a_gradient_of_the_head_counted_twice_is_found() -> None:
     assert all(a != b for a, b in pairwise(grown))
     claimed = claiming(trace, grown[1], lambda x: Microbatch(x.of, 0, 1, x.count))
     assert wrong(claimed, base)
+
+
+@pytest.mark.parametrize("policy", ["full_recompute", "swap_all", "dtr", "zero_offload"])
+@pytest.mark.parametrize("layout", [LAYOUTS[3], LAYOUTS[7]], ids=str)
+def test_policies_run_inside(policy: str, layout: dict) -> None:
+    base = step(precision="amp_bf16")
+    ran = run_policy(load(policy), *lay_out(base, "a100_80_sxm", layout))
+    assert ran.done, ran.error
+    assert found(ran.plan.trace, base).keys() <= {"repeated"}
+    assert not [text for law in ("capacity", "ops", "order", "tiling", "outcome") if (text := breaks(CHECKS[law], ran))]
+
+
+@pytest.mark.parametrize(("config", "precision", "parts", "peaks"), [
+    (cases.LLAMA, "bf16", 2, (447_785_472, 418_685_440, 248_508_416)),
+    (cases.LLAMA, "bf16", 4, (447_875_584, 418_775_552, 248_598_528)),
+    (cases.LLAMA, "fp32", 4, (1_068_763_136, 997_485_568, 497_015_808)),
+    (cases.GPT2, "bf16", 4, (483_324_928, 458_104_832, 202_404_864)),
+    (cases.GPT2, "fp32", 2, (955_902_464, 906_925_568, 404_539_392)),
+])  # fmt: skip
+def test_peaks_are_those_of_pytorchs_loop_over_microbatches(config, precision, parts, peaks) -> None:
+    """Four samples of 700 tokens in each: what `run` of `tests/validation/truth/make_more.py` finds for the same case,
+    with PyTorch 2.13, a model of Hugging Face and the loss in plain PyTorch."""
+    given = {"precision": precision, "attention": "sdpa", "optimizer": "adamw_foreach", "loss": "chunked"}
+    base = transformer(config, batch=4 * parts, sequence=700, **given)
+    trace, machine = lay_out(base, "a100_80_sxm", {"micro_batches": parts})
+    found = peak_memory(reference_run(trace, machine)).by_phase
+    for phase, theirs in zip(("forward", "backward", "update"), peaks, strict=True):
+        assert found[phase] == pytest.approx(theirs, rel=4e-5), phase

@@ -11,10 +11,13 @@ import pytest
 
 from sim import load_profile
 from sim.analysis.peak_memory import peak_bytes
+from sim.conformance.replayed import run_policy
+from sim.conformance.suite import CHECKS, breaks
 from sim.engine.replay import replay
 from sim.experiment import reference_run
 from sim.layout import lay_out
 from sim.plan import Plan
+from sim.policies import load
 from sim.rewrites.batching import split_batch_ops
 from sim.rewrites.ranks import all_ranks
 from sim.rewrites.values import Departure, check_origin, departures
@@ -188,3 +191,13 @@ def test_means_do_not_add_up_to_the_mean_of_all() -> None:
     summed = rebuilt(trace)
     object.__setattr__(summed, "origin", replace(trace.origin, tensors=tuple(claims)))
     assert "stem.norm.mb0" in {each.op for each in wrong(summed, base)}
+
+
+@pytest.mark.parametrize("policy", ["full_recompute", "swap_all", "dtr", "capuchin"])
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[7]], ids=str)
+def test_policies_run_inside(policy: str, layout: dict) -> None:
+    base = step()
+    ran = run_policy(load(policy), *lay_out(base, "a100_80_sxm", layout))
+    assert ran.done, ran.error
+    assert found(ran.plan.trace, base).keys() <= {"own", "repeated"}
+    assert not [text for law in ("capacity", "ops", "order", "tiling", "outcome") if (text := breaks(CHECKS[law], ran))]
