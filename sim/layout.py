@@ -24,14 +24,15 @@ from sim.errors import LayoutError, UnitError, near
 from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.rewrites.batching import batch_ops, batched
+from sim.rewrites.batching import batch_ops, batched, own_ops
+from sim.rewrites.chunks import CHUNKED, Chunks, as_base, cut, joined
 from sim.rewrites.dimensions import TENSOR, column_axis, dimensions
 from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
 from sim.rewrites.gradient_buffer import gradient_buffers
 from sim.rewrites.next_step import updates_by_layer, without_barrier
 from sim.rewrites.pipeline import pipeline
-from sim.rewrites.schedules import SCHEDULES, parts_per_device, refusal
+from sim.rewrites.schedules import SCHEDULES, device_of, parts_per_device, refusal
 from sim.rewrites.stage_partition import LayerCost
 from sim.rewrites.tensor_parallel import divide_layers, divide_tokens
 from sim.rewrites.zero import LEVELS, shard
@@ -83,8 +84,8 @@ class Layout:
         itself. Under `pipedream` each of them is a step of its own, with an update.
     chunks: parts of the model per device: 2 or more for `interleaved`, by default 2.
     layers: how many layers each part has, in order; by default all as many. The first and the last of several may have
-        0, so that they have the embedding and the loss alone. `balanced`: so many that the slowest part
-        takes the least time; `dapple`: so many that a whole iteration does (`sim.stage_balance`).
+        0, so that they have the embedding and the loss alone. `balanced`: so many that the slowest device
+        takes the least time, with all its parts; `dapple`: so many that a whole iteration does (`sim.stage_balance`).
 
     Raises LayoutError for a value that no trace could run with, naming the key and the nearest valid value.
     """
@@ -351,6 +352,8 @@ def _laid_out(
     check_experts(trace, layout.ep)
     asked, layout = layout, with_layers(trace, machine, layout)
     table = part_of_layer(trace, layout)
+    chunks = _joined_chunks(trace, layout)
+    trace = as_base(chunks.trace) if chunks is not None else trace
     trace = experts_apart(trace) if layout.ep > 1 else trace  # whose gradients others sum
     trace = divide_tokens(trace, layout.cp, layout.ring_attention)
     trace = divide_layers(trace, layout.tp, layout.sequence_parallel, layout.async_sums)
@@ -358,15 +361,30 @@ def _laid_out(
     trace = trace if layout.barrier else updates_by_layer(trace)
     dealt = layout.zero > 1 and layout.dp * layout.cp > 1
     replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep, "buckets": layout.buckets}
-    replicas["parts"] = layout.parts
+    replicas |= {"parts": layout.parts, "own_statistics": True}
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
     axes: dict[str, Any] = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
     axes |= {"group": layout.reshard_to or 1, "neighbours": layout.ring_attention}
     sharded = shard(divided, layout.dp, layout.zero, layout.reshard, layout.prefetch, layout.reshard_to or 1)
     sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)
+    sharded = sharded if chunks is None else cut(sharded, chunks)
     sharded = _named(sharded, asked)
     return sharded, placed(machine, layout.pp, layout.dp, **axes)
+
+
+def _joined_chunks(trace: Trace, layout: Layout) -> Chunks | None:
+    """The trace with the chunks of its loss joined where its samples are divided; None where there is nothing to do.
+
+    Raises LayoutError for chunks that are not as `workloads.losses` makes them.
+    """
+    if trace.meta.get("loss") != CHUNKED or layout.dp * layout.micro_batches == 1:
+        return None
+    chunks = joined(trace)
+    if chunks is None:
+        key = "dp" if layout.dp > 1 else "micro_batches"
+        raise LayoutError(f"{key}: no chunks of loss 'chunked' are known, whose tokens could be divided; nearest: 1")
+    return chunks
 
 
 def _named(trace: Trace, layout: Layout) -> Trace:
@@ -390,7 +408,8 @@ def with_layers(
     costs = costs or partial(layer_costs, trace, machine)
     ranks, n = layout.tp * layout.cp, layout.micro_batches
     if layout.layers == BALANCED:
-        return replace(layout, layers=balanced(costs(layout.dp * ranks * n), machine, layout.parts))
+        device = [device_of(part, layout.pp, layout.schedule) for part in range(layout.parts)]
+        return replace(layout, layers=balanced(costs(layout.dp * ranks * n), machine, device))
     return replace(layout, layers=by_latency(costs(ranks * n), machine, layout.pp, layout.dp, ranks, n))
 
 
@@ -407,12 +426,9 @@ def _check_samples(trace: Trace, layout: Layout) -> None:
     """Raise LayoutError where the samples do not divide among replicas and microbatches."""
     if layout.dp * layout.micro_batches > 1:
         key = "dp" if layout.dp > 1 else "micro_batches"
-        if trace.meta.get("loss") == "chunked":
-            said = "loss 'chunked' takes 1,024 tokens at a time, of whichever samples they are"
-            raise LayoutError(f"{key}: {said}, and cannot be divided by samples; try 'fused'; nearest: 1")
         over_all = _norm_over_samples(trace)
         if over_all:
-            said = f"batch norm {over_all!r} takes its statistics over all samples"
+            said = f"norm {over_all!r} takes its statistics over all samples"
             raise LayoutError(f"{key}: {said}: on parts of them it would compute something else; nearest: 1")
     samples = trace.meta.get("batch")
     if not isinstance(samples, int):
@@ -428,7 +444,7 @@ def _check_samples(trace: Trace, layout: Layout) -> None:
 
 def _norm_over_samples(trace: Trace) -> str:
     """The first norm of forward that reads rows of samples and cannot be split by them; "" for none."""
-    splits, rows, c = batch_ops(trace), batched(trace), trace.op_columns
+    splits, rows, c = batch_ops(trace) | own_ops(trace), batched(trace), trace.op_columns
     norms = (op for op in range(len(c.name)) if KINDS[c.kind[op]] == "norm" and c.phase[op] == 0 and not splits[op])
     return next((c.name[op] for op in norms if any(rows[t] for t in trace.reads(op))), "")
 
@@ -476,8 +492,11 @@ def check_experts(trace: Trace, ep: int) -> None:
         return
     numbers = set(experts_of(trace).values())
     if not numbers:
-        alone = "expert_loads" in trace.meta  # as many ops as experts: no rank's stand for another's
-        what = "experts that run one after another cannot be divided; try experts_implementation 'grouped'"
+        alone = "expert_loads" in trace.meta
+        what = (
+            "experts that run one after another cannot be divided: each has ops and rows of its own, so that no rank's "
+            "stand for another's; try experts_implementation 'grouped'"
+        )
         raise LayoutError(f"ep: {what if alone else 'the trace has no experts that can be divided'}; nearest: 1")
     experts = math.gcd(*numbers)
     if experts % ep:
@@ -504,11 +523,6 @@ def _check_rows_of_experts(trace: Trace, sequence_parallel: bool) -> None:
 
 def _check_divisible(key: str, trace: Trace) -> None:
     """Raise LayoutError for a trace whose layers cannot be divided among ranks at all."""
-    if key == "cp" and "expert_loads" in trace.meta and not experts_of(trace):
-        raise LayoutError(
-            "cp: rows of experts that run one after another cannot be divided by tokens; try experts_implementation "
-            "'grouped'; nearest: 1"
-        )
     if trace.meta.get("stack", "eager") != "eager":
         raise LayoutError(
             f"{key}: the kernels of the stack {trace.meta['stack']!r} cannot be divided once they are fused; build the "
@@ -579,7 +593,7 @@ def _check_devices(machine: Platform, layout: Layout) -> None:
             f"{key}: {machine.name} has {machine.devices} device(s) and states no network to others, and {devices} are "
             f"needed; nearest: {machine.devices}, or load_profile(…, overrides={{'devices': '{devices}'}})"
         )
-    for network in machine.networks[:1]:
+    for network in machine.networks[-1:]:  # the outermost
         most = network.nodes * network.per_node
         if 0 < most < devices:
             has = f"{network.name!r} of {machine.name} joins {most} devices"

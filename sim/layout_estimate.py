@@ -20,7 +20,7 @@ from sim.layout import Layout, part_of_layer, with_layers
 from sim.rewrites.dimensions import dimensions
 from sim.rewrites.experts import experts_of
 from sim.rewrites.pipeline import parts_of, weight_gradients
-from sim.rewrites.schedules import DIVIDED, device_of, unit_orders
+from sim.rewrites.schedules import DIVIDED, FOLDED, device_of, unit_orders
 from sim.stage_balance import layer_costs
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.layers import op_layers
@@ -97,7 +97,8 @@ class Estimator:
         """The layout with the numbers of layers that its parts get, where it says only how they are chosen."""
         if not isinstance(layout.layers, str) or layout.pp == 1:
             return layout
-        key = layout.layers, layout.parts, layout.dp, layout.tp * layout.cp, layout.micro_batches
+        place = layout.pp, layout.parts, layout.schedule in FOLDED
+        key = layout.layers, place, layout.dp, layout.tp * layout.cp, layout.micro_batches
         if key not in self.sizes:
             self.sizes[key] = with_layers(self.trace, self.node, layout, self.costs).layers
         return replace(layout, layers=self.sizes[key])

@@ -1,4 +1,4 @@
-"""How many layers each part of a model gets so that the slowest stage of a pipeline is as fast as it can be.
+"""How many layers each part of a model gets so that the slowest device of a pipeline is as fast as it can be.
 
 The embedding counts to the first layer, the last norm, head and loss to the last one: with a large vocabulary, equal
 numbers of layers are not equal times. Times are those of the machine's op-time model for a microbatch, without update;
@@ -14,7 +14,7 @@ from sim.hardware.cost import op_times
 from sim.hardware.platform import Platform
 from sim.rewrites.dapple_planner import LayerTimes, Machines, plan
 from sim.rewrites.pipeline import parts_of
-from sim.rewrites.stage_partition import LayerCost, partition
+from sim.rewrites.stage_partition import LayerCost, partition, shared
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
 from sim.trace.op import PHASE_CODE
@@ -51,9 +51,11 @@ def layer_costs(trace: Trace, machine: Platform, share: int) -> list[LayerCost]:
     return [LayerCost(*each) for each in zip(time, sent, weights, forward, strict=True)]
 
 
-def balanced(costs: Sequence[LayerCost], machine: Platform, parts: int) -> tuple[int, ...]:
-    """How many layers each of so many parts gets. costs: of each layer, of a rank's part of a microbatch."""
-    return partition(costs, parts, _inside(machine), parts, replicated=False).layers
+def balanced(costs: Sequence[LayerCost], machine: Platform, device: Sequence[int]) -> tuple[int, ...]:
+    """How many layers each part gets. costs: of each layer, of a rank's part of a microbatch. device: of each part."""
+    if len(set(device)) < len(device):
+        return shared(costs, device, _inside(machine))
+    return partition(costs, len(device), _inside(machine), len(device), replicated=False).layers
 
 
 def by_latency(

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "sim.policies": WORDS
     | {"sim.declared", "sim.deprecation", "sim.plan", "sim.solvers", "sim.eviction", "sim.rewrites", "sim.log"}
     | {"sim.regular_files"},
-    "sim.engine": WORDS | {"sim.plan", "sim.log", "simpy"},
+    "sim.engine": WORDS | {"sim.collecting", "sim.plan", "sim.log", "simpy"},
     "sim.analysis": WORDS | {"sim.log"},
     "sim.report": WORDS | {"sim.analysis", "sim.foreign_text", "sim.log", "sim.regular_files"},
     "workloads": WORDS | {"sim.cache", "sim.collecting", "sim.regular_files", "sim.rewrites"},

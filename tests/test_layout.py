@@ -18,6 +18,7 @@ from sim.errors import Infeasible, PolicyError
 from sim.hardware.nodes import placed
 from sim.hardware.platform import rank_link
 from sim.layout import Layout
+from sim.rewrites.rewriter import with_columns
 from sim.rewrites.values import departures
 from tests.machines import machine
 from tests.test_cli import tiersim
@@ -163,15 +164,12 @@ def test_a_machine_without_the_devices_or_their_links_is_named(base: Trace) -> N
         lay_out(trace, platform, {"pp": 2})
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 1, "micro_batches": 2}])
-def test_what_takes_all_samples_together_is_named(layout: dict) -> None:
-    key = "dp" if "dp" in layout else "micro_batches"
-    chunked = transformer(CONFIG, batch=4, sequence=32, loss="chunked")
-    with pytest.raises(LayoutError, match=f"{key}: loss 'chunked' takes 1,024 tokens at a time, .* try 'fused'"):
-        lay_out(chunked, "a100_80_sxm", layout)
-    with pytest.raises(LayoutError, match=f"{key}: batch norm 'stem.norm' .* over all samples: .* nearest: 1"):
-        lay_out(cnn("resnet-50", batch=4), "a100_80_sxm", layout)
-    lay_out(cnn("vgg-16", batch=4), "a100_80_sxm", layout)
+def test_a_norm_over_all_samples_is_named_where_nobody_says_how_it_splits() -> None:
+    base = cnn("resnet-50", batch=4, image=32)
+    splits = {op: ways for op, ways in base.op_columns.splits.items() if ways != ("batch_own",)}
+    other = with_columns(base, splits=splits)
+    with pytest.raises(LayoutError, match=r"dp: norm 'stem.norm' .* over all samples: .* nearest: 1"):
+        lay_out(other, "a100_80_sxm", {"dp": 2})
 
 
 def test_the_dies_of_a_supernode_are_those_of_its_packages() -> None:
@@ -287,6 +285,19 @@ def test_devices_beyond_the_stages_are_replicas(capsys, tmp_path) -> None:
     code, _, err = tiersim(*words, "--devices", "7", "--pp", "2", capsys=capsys)
     assert (code, err.count("\n")) == (2, 1)
     assert "nearest: 8" in err
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_v", "dualpipe_v"])
+def test_balance_is_of_what_a_device_holds_where_it_holds_several_parts(schedule: str) -> None:
+    """Faster than equal parts, and than parts of which each by itself takes as little as it can."""
+    config = {"model_type": "gpt2", "n_layer": 24, "n_embd": 256, "n_head": 4, "n_positions": 128, "vocab_size": 50257}
+    wide = transformer(config, batch=8, sequence=128, precision="mixed_bf16", loss="fused")
+    layout = {"pp": 4, "micro_batches": 8, "schedule": schedule}
+    ends = [
+        simulate(wide, "mt3000_cluster", parallel={**layout, **more}, budget="1 TB").summary()["makespan_ns"]
+        for more in ({"layers": "balanced"}, {}, {"layers": (3, 4, 4, 4, 4, 3, 1, 1)})
+    ]
+    assert ends[0] < 0.95 * min(ends[1:])
 
 
 def test_balanced_stages_are_faster_than_equal_ones() -> None:

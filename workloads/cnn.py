@@ -61,8 +61,8 @@ def cnn(
 
     Convolutions are implicit GEMMs without workspace; `alternatives` has the other algorithms that support their shape,
     see `workloads.convolution_algorithms`. For a backward op, which computes both gradients, time factor and workspace
-    are those of the forward op. Ops say how they split by batch (`Op.splits`), except batch norm, whose statistics are
-    those of the whole batch.
+    are those of the forward op. Ops say how they split by batch (`Op.splits`); parts of a batch have their own
+    statistics of batch norm (`batch_own`).
 
     A keep-all replay with `torch` kernels uses as much memory as PyTorch, except for workspaces inside kernels and
     rounding by the allocator; local response norm is cuDNN's single kernel.

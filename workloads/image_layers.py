@@ -113,8 +113,8 @@ def conv(
 def batch_norm(tape: ImageTape, name: str, x: Value) -> Value:
     """Batch norm, over batch and pixels. Saves its input, and mean and 1/deviation per channel.
 
-    A separate op updates the running statistics in place, so that the norm itself can be recomputed. None of them can
-    be split by batch: parts of the batch have other means.
+    A separate op updates the running statistics in place, so that the norm itself can be recomputed. Parts of the batch
+    have means of their own.
     """
     channels = x.shape[1]
     weight, bias = (tape.weight(f"{name}.{what}", channels) for what in ("weight", "bias"))

@@ -168,12 +168,16 @@ def _chunked(tape: Tape, name: str, x: Value, head: Value, labels: Value, bias: 
     products = sum(what != "db" for what, _ in wanted)
     kept = [tape.constant(f"{name}.{what}", v.shape, v.dtype) for what, v in wanted]
     initial = kept
+    for value, (what, of) in zip(kept, wanted, strict=True):
+        tape.is_gradient_of(value, of)
+        if what == "dx":
+            tape.per_sample(value)
     tape.op(f"{name}.zero", "elementwise", [], kept)
     for start in range(0, tokens, CHUNK):
         rows = min(CHUNK, tokens - start)
         logits = tape.constant(f"{name}.logits", (rows, columns), a.dtype)
         flops = matmul_flops(rows, inner, columns)
-        tape.op(f"{name}.chunk", "matmul", [a, w], [logits], flops=flops)
+        tape.op(f"{name}.chunk", "matmul", [a, w], [logits], flops=flops, chunk=True)
         slope = tape.overwrite(logits, f"{tape.prefix}{name}.dlogits", "activation")
         tape.op(
             f"{name}.chunk.loss",
@@ -181,9 +185,12 @@ def _chunked(tape: Tape, name: str, x: Value, head: Value, labels: Value, bias: 
             [logits, labels],
             [slope],
             flops=element_flops("cross_entropy", slope.elements),
+            chunk=True,
         )
         sums = [tape.overwrite(v, f"{first.name}.sum", "activation") for v, first in zip(kept, initial, strict=True)]
-        tape.op(f"{name}.chunk.bwd", "matmul", [slope, w, a, *kept], sums, flops=products * flops)
+        for value, (_, of) in zip(sums, wanted, strict=True):
+            tape.is_gradient_of(value, of)
+        tape.op(f"{name}.chunk.bwd", "matmul", [slope, w, a, *kept], sums, flops=products * flops, chunk=True)
         kept = sums
     out = tape.result("loss.out", (1,), "fp32")
     tape.op("loss", "loss", [labels], [out], flops=tokens)

@@ -62,7 +62,7 @@ class Node(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """An op that has not been appended to the trace yet; `settles`, `across`: see `Tape.op`."""
+    """An op that has not been appended to the trace yet; `settles`, `across`, `chunk`: see `Tape.op`."""
 
     name: str
     kind: str
@@ -75,6 +75,7 @@ class Kernel(NamedTuple):
     function: str = ""
     across: bool = False
     counted: int | None = None
+    chunk: bool = False
 
 
 class Tape:
@@ -215,6 +216,7 @@ class Tape:
         function: str = "",
         across: bool = False,
         counted: int | None = None,
+        chunk: bool = False,
     ) -> None:
         """Append a kernel; the type of its arithmetic is that of its operands.
 
@@ -222,11 +224,12 @@ class Tape:
         reads, writes: operands and results.
         settles: the kernel converts a gradient that a node produced to the shape and type of its value. Autograd does
             this (validate_outputs) for all gradients after the node's own kernels.
-        across: each sample's result depends on the other samples, so that the kernel cannot be split by batch.
+        across: each sample's result depends on the other samples, so that parts of the batch compute something else.
+        chunk: the kernel works on some of the batch's rows, so that it cannot be split by batch.
         """
         if kind in ("matmul", "attention"):
             self.product_flops += flops if counted is None else counted
-        kernel = Kernel(name, kind, reads, writes, flops, bytes, random, settles, function, across, counted)
+        kernel = Kernel(name, kind, reads, writes, flops, bytes, random, settles, function, across, counted, chunk)
         if self.phase == "forward":
             self._append(kernel, [])
         else:
@@ -280,7 +283,8 @@ class Tape:
         )
 
     def _splits(self, kernel: Kernel, reads: Sequence[int]) -> tuple[str, ...]:
-        """How a kernel may be split: `batch` if its results have one row per sample, `batch_sum` if they are sums.
+        """How a kernel may be split: `batch` if its results have one row per sample, `batch_sum` if they are sums,
+        `batch_own` if samples depend on each other.
 
         The gradient of a tensor with rows has rows; that of a weight, a position or a loss is a sum over samples.
         """
@@ -290,8 +294,10 @@ class Tape:
             of = self._gradient_of.get(v.tensor)
             has_rows = self._has_rows(v) if of is None else of in self._rows
             (self._rows if has_rows else self._sums).add(v.tensor)
-        if kernel.across:
+        if kernel.chunk:
             return ()
+        if kernel.across:
+            return ("batch_own",)
         return ("batch",) if any(v.tensor in self._rows for v in kernel.writes) else ("batch_sum",)
 
     def _has_rows(self, value: Value) -> bool:
@@ -301,6 +307,10 @@ class Tape:
     def per_sample(self, value: Value) -> None:
         """Note that a value without operands, such as a mask, has one row per sample all the same."""
         self._rows.add(value.tensor)
+
+    def is_gradient_of(self, value: Value, of: Value) -> None:
+        """Note that a result of the forward pass is a gradient: it has rows where the other one has."""
+        self._gradient_of[value.tensor] = of.tensor
 
     def needs_gradient(self, *values: Value) -> bool:
         """Whether one of these is a trained weight or was computed from one."""

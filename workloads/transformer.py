@@ -205,7 +205,7 @@ def _build(
     trained = [(value, layer) for value, layer in tape.parameters if tape.needs_gradient(value)]
     samples = batch // micro_batches
     gradients: dict[int, Value] = {}
-    if micro_batches == 1 and loss != "chunked":  # which divides its tokens differently
+    if micro_batches == 1:
         tape.samples = samples
     loads = []
     for i in range(micro_batches):

@@ -41,6 +41,17 @@ class Plain(NamedTuple):
     ns: int
 
 
+class Renewal(NamedTuple):
+    """An op without anything special but that each result takes the place of a value.
+
+    pairs: the old value and the new one.
+    """
+
+    reads: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+    ns: int
+
+
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A trace on a platform: ids of engines and tiers are positions in the platform.
@@ -168,9 +179,7 @@ class Prepared:
     def plain(self) -> list[Plain | None]:
         """Per op what there is of one that takes a fixed time on its device's main engine, produces every result in new
         space, is in no group and no codec; None for others."""
-        c = self.trace.op_columns
-        beside = self.flowing | (self.times.engine != np.array(self.main)[c.device]) | self._is_codec
-        beside[list(c.group)] = True
+        beside = self._is_special.copy()
         beside[list(self.in_place)] = True
         size, plain = self.size, list[Plain | None]()
         rows = zip(beside.tolist(), self.reads, self.writes, self.workspace, self.total, strict=True)
@@ -182,6 +191,38 @@ class Prepared:
                 out = sizes[0][1] if len(sizes) == 1 else sum([bytes for _, bytes in sizes])
                 plain.append(Plain(reads, sizes, out, workspace, ns))
         return plain
+
+    @cached_property
+    def renewals(self) -> dict[int, Renewal]:
+        """The ops that would be plain if they had new space for their results, without workspace, and what they
+        overwrite."""
+        special, replaces, found = self._is_special, self.replaces, dict[int, Renewal]()
+        for op in self.in_place:
+            pairs = tuple((replaces[new], new) for new in self.writes[op])
+            if not special[op] and not self.workspace[op] and all(old >= 0 for old, _ in pairs):
+                found[op] = Renewal(self.reads[op], pairs, self.total[op])
+        return found
+
+    @cached_property
+    def exchanges(self) -> dict[int, Plain]:
+        """The collectives among symmetric ranks that would be plain if their time were known, as ops of no time."""
+        engine, main, device, found = self.engine, self.main, self.device, dict[int, Plain]()
+        for op in self.trace.op_columns.ring:
+            alone = len(self.groups.get(self.group_of.get(op, ""), ())) == 1 and engine[op] == main[device[op]]
+            if alone and not self.workspace[op] and op not in self.in_place:
+                sizes = tuple((t, self.size[t]) for t in self.writes[op])
+                found[op] = Plain(self.reads[op], sizes, sum(bytes for _, bytes in sizes), 0, 0)
+        return found
+
+    @cached_property
+    def _is_special(self) -> NDArray[np.bool_]:
+        """Whether each op takes no fixed time on its device's main engine, is in a group, or is a codec."""
+        c = self.trace.op_columns
+        special: NDArray[np.bool_] = (
+            self.flowing | (self.times.engine != np.array(self.main)[c.device]) | self._is_codec
+        )
+        special[list(c.group)] = True
+        return special
 
     @cached_property
     def why(self) -> list[int]:
@@ -321,7 +362,7 @@ def _groups(trace: Trace) -> dict[str, tuple[int, ...]]:
     for op, name in sorted(c.group.items()):
         groups.setdefault(name, []).append(op)
     for name, members in groups.items():
-        kinds = sorted(trace.ops[op].kind for op in members)
+        kinds = sorted(KINDS[c.kind[op]] for op in members)
         alone = len(members) == 1 and members[0] not in c.ring
         if len({int(c.device[op]) for op in members}) != len(members) or alone:
             raise TraceError(

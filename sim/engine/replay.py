@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from sim.collecting import uncollected
 from sim.engine import array_path
 from sim.engine.event_path.run import run
 from sim.engine.prepare import prepare
@@ -41,10 +42,11 @@ def replay(
     Raises OutOfMemory and Thrashing (with the partial log), IllegalPlan naming op and tensor, Deadlock naming who
     waits for what, ProfileError and TraceError where trace and platform do not go together.
     """
-    prepared = prepare(plan.trace, platform)
-    resolved = Resolved(plan, platform, prepared)
-    if fast and array_path.covers(plan, platform, prepared, resolved):
-        log = array_path.run(plan, platform, prepared, resolved, recompute_limit)
-        if log is not None:
-            return log
-    return run(plan, platform, prepared, resolved, fast=fast, returned=returned, recompute_limit=recompute_limit)
+    with uncollected():  # millions of objects that stay, among which there is no garbage to find
+        prepared = prepare(plan.trace, platform)
+        resolved = Resolved(plan, platform, prepared)
+        if fast and array_path.covers(plan, platform, prepared, resolved):
+            log = array_path.run(plan, platform, prepared, resolved, recompute_limit)
+            if log is not None:
+                return log
+        return run(plan, platform, prepared, resolved, fast=fast, returned=returned, recompute_limit=recompute_limit)

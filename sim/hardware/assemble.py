@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class _Assembly:
         engines = tuple(self._engines())
         links = tuple(self._links())
         pools = (*self._pools(), *self._port_pools())
+        networks = tuple(self._networks())
         if self.problems:
             raise ProfileError(self.problems)
         return Platform(
@@ -69,7 +71,7 @@ class _Assembly:
             notes=self._notes(),
             energy=self.energy,
             op_time=self.profile.op_time,
-            networks=tuple(self._networks()),
+            networks=networks,
             dispatch=tuple(self._dispatch()),
         )
 
@@ -195,7 +197,21 @@ class _Assembly:
             yield self._at(name, device), device, self._tier_at(part.start, device), self._tier_at(part.end, device)
 
     def _networks(self) -> Iterator[Network]:
-        for name, part in self.profile.networks.items():
+        parts = sorted(self.profile.networks.items(), key=lambda each: each[1].per_node)
+        for (inner, own), (outer, next_one) in pairwise(parts):
+            if next_one.per_node % own.per_node or next_one.per_node == own.per_node:
+                nearest = max(round(next_one.per_node / own.per_node), 2) * own.per_node
+                key = f"networks.{outer}.per_node"
+                what = f"joins groups of whole nodes of {own.per_node}, as {inner!r} has them; nearest: {nearest}"
+                self._problem(key, f"value {next_one.per_node}: {what}")
+            elif own.nodes is not None and own.nodes * own.per_node != next_one.per_node:
+                nodes = next_one.per_node // own.per_node
+                key, what = (
+                    f"networks.{inner}.nodes",
+                    f"{outer!r} joins groups of {nodes} of its nodes; nearest: {nodes}",
+                )
+                self._problem(key, f"value {own.nodes}: {what}")
+        for name, part in parts:
             yield Network(name, part.per_node, part.rate.value.number, part.fixed.value.number, part.nodes or 0)
 
     # ---- pools -------------------------------------------------------------------------------

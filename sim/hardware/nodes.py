@@ -19,6 +19,10 @@ each other one, all at once:
 
     max(a, A) + max((g - 1) m / (p b), (p - g) m / (p B))
 
+Where several networks lie one outside the other (in a rack, between racks), each adds a term of its own: of q groups
+that the inner ones join, with r ranks in each, (q - 1) (A' + m / (q r B')); an all-to-all sends what stays inside each
+over that network alone, and each has its own wires. Two stages exchange data over the innermost one that joins them.
+
 Where ranks divide tokens, what they exchange in attention shares wires with the sums of gradients beside it, if both
 are inside nodes or both between them; of an exchange inside nodes and a sum among them, each has its own.
 """
@@ -30,7 +34,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from sim.errors import LayoutError
-from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier, rank_link, shared_link
+from sim.hardware.platform import Engine, Link, Member, Network, Platform, Pool, Tier, rank_link, shared_link
 
 
 def placed(
@@ -84,14 +88,20 @@ class _Placement:
         self.per_node = min(node.devices, total)
         self.nodes = -(-total // self.per_node)
         self.share = Fraction(self.nodes * stages, total)
-        self.network = node.networks[0] if node.networks else None
-        if self.nodes > 1 and self.network is None:
+        self.levels = self._levels(total)
+        if self.nodes > 1 and not self.levels:
             raise LayoutError(
                 f"devices: {node.name} states no network between nodes of {node.devices} device(s), and {total} are "
                 f"needed; nearest: {node.devices}"
             )
         self.tier_device = {tier.name: tier.device for tier in node.tiers}
         self.inner, self.inner_rate = self._inner()
+
+    def _levels(self, total: int) -> list[tuple[int, Network]]:
+        """From inside to outside the devices that each network joins, at most all that are used, and the network."""
+        networks = self.node.networks if self.nodes > 1 else ()
+        joined = [min(network.per_node, total) for network in networks[1:]]
+        return [(size, network) for size, network in zip((*joined, total), networks, strict=False)]
 
     def _inner(self) -> tuple[Link | None, int]:
         for link in self.node.links:
@@ -189,16 +199,16 @@ class _Placement:
     def _between(self) -> Iterator[Link]:
         """The links from stage to stage, of the ranks that are simulated."""
         home = [self._tier(self.node.home(0).name, s) for s in range(self.stages)]
-        node_of = [s * self.ranks // self.per_node for s in range(self.stages)]
+        first = [s * self.ranks for s in range(self.stages)]
         for i in range(self.stages):
             for j in range(self.stages):
                 if i == j:
                     continue
-                if node_of[i] == node_of[j]:
+                if first[i] // self.per_node == first[j] // self.per_node:
                     link = self._inside()
                     yield replace(link, name=f"{link.name.partition('@')[0]}@{i}-{j}", source=home[i], target=home[j])
-                elif self.network is not None:
-                    net = self.network
+                else:
+                    net = next(net for size, net in self.levels if first[i] // size == first[j] // size)
                     yield Link(f"{net.name}@{i}-{j}", home[i], home[j], net.rate, net.fixed)
 
     def _inside(self) -> Link:
@@ -206,11 +216,18 @@ class _Placement:
             raise LayoutError(f"devices: {self.node.name} has no link from one device to the next; nearest: 1")
         return self.inner
 
-    def _rings(self) -> Iterator[tuple[str, int, int]]:
-        """Along which axis how many ranks exchange, and how many of them are on one node."""
-        together = min(self.per_node, self.tensor)  # those that divide layers are next to each other
-        around = max(min(self.per_node // self.tensor, self.context), 1)
-        beside = max(min(self.per_node // (self.tensor * self.context), self.replicas), 1)
+    def _rings(self) -> Iterator[tuple[str, int, list[int]]]:
+        """Along which axis how many ranks exchange, and how many are on a node, and in reach of each network."""
+        of_levels = [list(self._along(size)) for size in (self.per_node, *(size for size, _ in self.levels))]
+        for which in zip(*of_levels, strict=True):
+            axis, ranks, _ = which[0]
+            yield axis, ranks, [together for _, _, together in which]
+
+    def _along(self, size: int) -> Iterator[tuple[str, int, int]]:
+        """Along which axis how many ranks exchange, and how many of them are on so many devices next to each other."""
+        together = min(size, self.tensor)  # those that divide layers are next to each other
+        around = max(min(size // self.tensor, self.context), 1)
+        beside = max(min(size // (self.tensor * self.context), self.replicas), 1)
         same, apart = self.replicas // self.experts, max(beside // self.experts, 1)
         yield "tensor", self.tensor, together
         yield "context", self.context, around
@@ -229,10 +246,10 @@ class _Placement:
     def _among_ranks(self) -> Iterator[Link]:
         """Per stage a link for the rings of its ranks: its rate is for what each sends, its fixed time for one pass."""
         fastest: dict[int, int] = {}
-        for axis, ranks, g in self._rings():
+        for axis, ranks, on in self._rings():
             if ranks == 1:
                 continue
-            rate, fixed = {"expert": self._all_to_all, "neighbour": self._hop}.get(axis, self._ring)(ranks, g)
+            rate, fixed = {"expert": self._all_to_all, "neighbour": self._hop}.get(axis, self._ring)(ranks, on)
             for s in range(self.stages):
                 home = self._tier(self.node.home(0).name, s)
                 yield Link(rank_link(axis, s), home, home, rate, fixed)
@@ -244,39 +261,49 @@ class _Placement:
 
     def _sums_beside_attention(self) -> bool:
         """Whether keys and values go over the same wires as sums of gradients: all inside a node, or all between."""
-        spans = {axis: (ranks, g) for axis, ranks, g in self._rings() if axis in ("context", "data_context")}
+        spans = {axis: (ranks, on[0]) for axis, ranks, on in self._rings() if axis in ("context", "data_context")}
         inside = all(g == ranks for ranks, g in spans.values())
         return self.context > 1 and (inside or all(g == 1 for _, g in spans.values()))
 
-    def _ring(self, ranks: int, g: int) -> tuple[int, int]:
-        """Rate and fixed time of a ring of so many ranks, g of them on each node."""
-        k = -(-ranks // g)
-        seconds, fixed = Fraction(0), 0
+    def _spans(self, ranks: int, on: list[int]) -> Iterator[tuple[int, int, Network]]:
+        """Per network that a ring of so many ranks needs: ranks that are together before it, and with it.
+
+        on: how many are on each node, and in reach of each network.
+        """
+        before = on[0]
+        for together, (_, network) in zip((*on[1:-1], ranks), self.levels, strict=False):
+            if together > before:
+                yield before, together, network
+                before = together
+
+    def _ring(self, ranks: int, on: list[int]) -> tuple[int, int]:
+        """Rate and fixed time of a ring of so many ranks, so many on a node, and in reach of each network."""
+        seconds, fixed, g = Fraction(0), 0, on[0]
         if g > 1:
             seconds += Fraction(g - 1, g * self.inner_rate) if self._inside() else 0
             fixed += (g - 1) * self._inside().fixed
-        if k > 1 and self.network is not None:
-            seconds += Fraction(k - 1, k * g * self.network.rate)
-            fixed += (k - 1) * self.network.fixed
+        for before, together, network in self._spans(ranks, on):
+            k = -(-together // before)
+            seconds += Fraction(k - 1, k * before * network.rate)
+            fixed += (k - 1) * network.fixed
         return int(Fraction(ranks - 1, ranks) / seconds), fixed
 
-    def _hop(self, ranks: int, g: int) -> tuple[int, int]:
+    def _hop(self, ranks: int, on: list[int]) -> tuple[int, int]:
         """Rate and fixed time of what every rank of a ring sends to the next one, the slowest hop's."""
-        hops = [(self.inner_rate, self._inside().fixed)] if g > 1 else []
-        if ranks > g and self.network is not None:
-            hops.append((self.network.rate, self.network.fixed))
+        hops = [(self.inner_rate, self._inside().fixed)] if on[0] > 1 else []
+        hops += [(network.rate, network.fixed) for _, _, network in self._spans(ranks, on)]
         return min(rate for rate, _ in hops), max(fixed for _, fixed in hops)
 
-    def _all_to_all(self, ranks: int, g: int) -> tuple[int, int]:
-        """Rate and fixed time of an all-to-all among so many ranks, g of them on each node.
+    def _all_to_all(self, ranks: int, on: list[int]) -> tuple[int, int]:
+        """Rate and fixed time of an all-to-all among so many ranks, by how many are together.
 
-        Of what a rank sends, (g - 1) / (ranks - 1) stays inside its node, beside what leaves it; the slower one counts.
+        Of what a rank sends, (g - 1) / (ranks - 1) stays inside its node, beside what leaves it; the slowest counts.
         """
-        inside = Fraction(g - 1, self.inner_rate) if g > 1 and self._inside() else Fraction(0)
-        seconds, fixed = inside, self._inside().fixed if g > 1 else 0
-        if ranks > g and self.network is not None:
-            seconds = max(seconds, Fraction(ranks - g, self.network.rate))
-            fixed = max(fixed, self.network.fixed)
+        inside = Fraction(on[0] - 1, self.inner_rate) if on[0] > 1 and self._inside() else Fraction(0)
+        seconds, fixed = inside, self._inside().fixed if on[0] > 1 else 0
+        for before, together, network in self._spans(ranks, on):
+            seconds = max(seconds, Fraction(together - before, network.rate))
+            fixed = max(fixed, network.fixed)
         return int(Fraction(ranks - 1) / seconds), fixed
 
     # ---- pools -------------------------------------------------------------------------------
@@ -307,8 +334,7 @@ class _Placement:
     def _egress(self, links: tuple[Link, ...]) -> Iterator[Pool]:
         """What a stage can send, and receive, over all its links to other stages together, inside and between nodes."""
         rates = {self.inner.name.partition("@")[0]: self.inner_rate} if self.inner is not None else {}
-        if self.network is not None:
-            rates[self.network.name] = self.network.rate
+        rates |= {network.name: network.rate for _, network in self.levels}
         for stem, rate in rates.items():
             own = [link for link in links if link.name.startswith(f"{stem}@") and "-" in link.name]
             for s in range(self.stages):

@@ -27,8 +27,20 @@ OF_AN_EXPERT = re.compile(r"h\d+\.mlp\.expert\d+\.")
 
 
 def batch_ops(trace: Trace) -> NDArray[np.bool_]:
-    """Whether each op may be split by batch. Shape (ops,)."""
+    """Whether each op may be split by batch, and parts compute what the whole does. Shape (ops,)."""
     return _splits_by(trace, "batch") | _splits_by(trace, "batch_sum")
+
+
+def own_ops(trace: Trace) -> NDArray[np.bool_]:
+    """Whether parts of each op have statistics of their own samples (batch norm). Shape (ops,)."""
+    return _splits_by(trace, "batch_own")
+
+
+def renewed(trace: Trace, own: NDArray[np.bool_]) -> dict[int, int]:
+    """Running statistics: of what ops of `own` overwrite that exists from the start, the new version, by id."""
+    replaces = trace.tensor_columns.replaces
+    found = ((int(replaces[t]), t) for op in np.flatnonzero(own).tolist() for t in trace.writes(op))
+    return {old: t for old, t in found if old >= 0 and trace.producer[old] < 0}
 
 
 def _splits_by(trace: Trace, way: str) -> NDArray[np.bool_]:
@@ -37,18 +49,32 @@ def _splits_by(trace: Trace, way: str) -> NDArray[np.bool_]:
     return out
 
 
+def renewing(trace: Trace, versions: Collection[int]) -> set[int]:
+    """The ops that do nothing but renew running statistics, as much for a part of the samples as for all."""
+    ops = {int(trace.producer[t]) for t in versions}
+    return {op for op in ops if all(t in versions for t in trace.writes(op))}
+
+
 def batched(trace: Trace) -> NDArray[np.bool_]:
     """Whether each tensor has one row per sample, so that a microbatch needs a slice of it. Shape (tensors,).
 
     These are the inputs and the results of ops that split by `batch`, except gradients of weights, weights, optimizer
     states, and tensors whose shape rules it out (a scalar, a random state). The exceptions, and all results of ops that
-    split by `batch_sum`, are sums over the samples or the same for all of them.
+    split by `batch_sum`, are sums over the samples or the same for all of them. Of results of `batch_own` those of one
+    dimension are statistics.
     """
-    c = trace.tensor_columns
-    by_batch_op = np.append(_splits_by(trace, "batch"), False)[trace.producer]  # -1, no producer, is the last entry
+    c, own = trace.tensor_columns, own_ops(trace)
+    splits = _splits_by(trace, "batch") | own
+    by_batch_op = np.append(splits, False)[trace.producer]  # -1, no producer, is the last entry
     summed = np.isin(c.role, (*PERSISTENT, ROLE_CODE["gradient"]))
     out: NDArray[np.bool_] = np.where(trace.producer < 0, c.role == ROLE_CODE["input"], by_batch_op & ~summed)
     out[[t for t, shape in c.shape.items() if trace.producer[t] >= 0 and _has_no_rows(shape, c.name[t], trace)]] = False
+    statistics = (t for op in np.flatnonzero(own).tolist() for t in trace.writes(op) if len(c.shape.get(t, ())) < 2)
+    out[list(statistics)] = False
+    sums = np.append(_splits_by(trace, "batch_sum"), False)[trace.producer]
+    for t in np.flatnonzero(sums & (c.replaces >= 0)).tolist():  # what is scaled or added to in place is a sum, too
+        while (t := int(c.replaces[t])) >= 0:
+            out[t] = False
     return out
 
 
@@ -92,6 +118,7 @@ def split_batch_ops(
     once: Collection[int] = (),
     buckets: Sequence[int] = (),
     apart: Sequence[int] = (),
+    own_statistics: bool = False,
 ) -> tuple[Trace, list[tuple[int, int]]]:
     """`split_batch`, and for each new op the old op that it is, or works for, and its microbatch.
 
@@ -107,6 +134,9 @@ def split_batch_ops(
     buckets: bytes after which a collective among replicas takes no further gradient: of the first, the second, …, the
         last of them for all that follow; a gradient that passes the limit is still in it. None: one per layer.
     apart: per op the part of the model whose gradients no collective shares with others'; () for one part.
+    own_statistics: whether each microbatch has statistics of its own samples in ops that split by `batch_own`, as a
+        training loop over microbatches has, and replicas without synchronised batch norm. Running statistics are
+        renewed by each microbatch in turn, and each replica has its own.
     """
     size = trace.meta.get("batch")
     if n < 1 or (isinstance(size, int) and size % (n * ranks)):
@@ -117,13 +147,14 @@ def split_batch_ops(
     if n * ranks == 1:  # nothing is divided: what waits for sums over tokens comes once, as a whole
         splits, rows = trace.op_columns.phase != UPDATE, np.zeros_like(rows)
     splits[list(once)] = False
+    own = own_ops(trace) if own_statistics and n * ranks > 1 else np.zeros_like(splits)
     for _, first in trace.carry:
         if rows[first]:
             raise TraceError(
                 f"split_batch: tensor {trace.tensor_columns.name[first]!r} is carried, so that it cannot be split"
             )
     limits = _Buckets(tuple(buckets), tuple(apart) or (0,) * len(trace.ops))
-    return _Split(trace, n, splits, rows, ranks, dealt, passes, experts, frozenset(once), limits).run()
+    return _Split(trace, n, splits | own, rows, ranks, dealt, passes, experts, frozenset(once), limits, own).run()
 
 
 @dataclass(frozen=True)
@@ -158,6 +189,7 @@ class _Split:
         collective among replicas makes in place of the ops of `joining`.
     experts: what this rank has of the experts, None where they are not divided. groups: of replicas that divide them.
     total: microbatches of all groups.
+    renewed: the new version of each running statistic, by the old one's id. renewing: the ops that write these alone.
     """
 
     def __init__(
@@ -172,6 +204,7 @@ class _Split:
         experts: int = 1,
         once: frozenset[int] = frozenset(),
         buckets: _Buckets | None = None,
+        own: NDArray[np.bool_] | None = None,
     ) -> None:
         self.buckets = buckets or _Buckets((), (0,) * len(trace.ops))
         self.trace, self.n = trace, n
@@ -192,7 +225,10 @@ class _Split:
             once, self.summed_by_once = frozenset(), set()
         self.once = once
         self.reduced: list[tuple[Tensor, Op, int]] = []
-        late = _late_ops(trace, splits, rows)
+        self.renewed = {} if own is None else renewed(trace, own)
+        self.versions = set(self.renewed.values())
+        self.renewing = renewing(trace, self.versions)
+        late = _late_ops(trace, splits, rows, self.versions)
         self.late: list[bool] = late.tolist()
         repeated = _repeated_ops(trace, splits, late) if passes and n > 1 else np.zeros_like(splits)
         self.repeated: list[bool] = repeated.tolist()
@@ -206,7 +242,9 @@ class _Split:
         self.needed_outside = {
             t.id
             for t in self.tensors
-            if self.produced_by_split[t.id] and (t.id in outputs or any(not splits[op] for op in trace.readers(t.id)))
+            if self.produced_by_split[t.id]
+            and t.id not in self.versions
+            and (t.id in outputs or any(not splits[op] for op in trace.readers(t.id)))
         }
         self.whole: dict[int, int] = {}
         self.current: dict[int, int] = {}
@@ -275,7 +313,8 @@ class _Split:
         """
         n = self.total * self.members
         sliced = [t.bytes for t in self.tensors if self.rows[t.id]]
-        even = all(size % n == 0 for size in (*sliced, *(op.flops for op in self.ops if self.splits[op.id])))
+        divided = (op.flops for op in self.ops if self.splits[op.id] and op.id not in self.renewing)
+        even = all(size % n == 0 for size in (*sliced, *divided))
         before, between, end = marks[-3:]
         if not even or not self.new.continue_series(before, between, k, count):
             return 0
@@ -313,6 +352,10 @@ class _Split:
         whole, current = self.whole, self.current
         if t.id in current:
             return current[t.id]
+        if t.id in self.versions:
+            return self._renew(t, k)
+        if self.renewed.get(t.id) in self.sums:
+            return self.sums[self.renewed[t.id]]
         sliced = self.rows[t.id]
         if self.produced_by_repeated[t.id]:
             current[t.id] = self._whole_tensor(t, name=f"{t.name}.mb{k}")
@@ -341,6 +384,17 @@ class _Split:
         if not by_expert:
             self.like_tensor[t.id] = current[t.id]
         return current[t.id]
+
+    def _renew(self, t: Tensor, k: int) -> int:
+        """Microbatch k's version of a running statistic, in the storage of the one before; the last is the new one."""
+        assert t.replaces is not None
+        before, is_last = self.place(self.tensors[t.replaces], k), k == self.n - 1
+        of = Same(t.id) if is_last else self._of_group(t.id, self.first(k), self.first(k) + 1)
+        new = self.new.tensor(t, of, name=t.name if is_last else f"{t.name}.mb{k}", replaces=before)
+        self.current[t.id] = self.sums[t.id] = new
+        if is_last:
+            self.whole[t.id] = new
+        return new
 
     def _bytes_of_group(self, t: Tensor, k: int) -> int:
         """The bytes of a tensor that a group of replicas has in microbatch k."""
@@ -416,14 +470,14 @@ class _Split:
             flops = slice_of(op.flops, part, part + 1, n)
             self.new.repeat_op(like, self._of_member(of_group), name, flops, reads, writes, group)
         else:
-            share = share_of_op(self.trace, op, part, n, self.rows)
+            share = {} if op.id in self.renewing else share_of_op(self.trace, op, part, n, self.rows)
             stands_for: Expr = self._of_member(of_group)
             if by_expert:
                 assert self.experts is not None
                 touched = sum(map(self.new.builder.bytes_of, (*reads, *writes)))
                 stands_for, share = self.experts.claim(of_group), self.experts.share(op, share, touched)
             new = self.new.op(op, stands_for, reads=reads, writes=writes, name=name, group=group, **share)
-            if not by_expert and op.counted is None:
+            if not by_expert and op.counted is None and op.id not in self.renewing:
                 self.like_op[op.id] = new
         for t in op.writes:
             if t in self.needed_outside and self.rows[t]:
@@ -530,8 +584,13 @@ def _sums_over_tokens(trace: Trace) -> list[int]:
     return [op for op in found if all(len(trace.readers(t)) == 1 for t in trace.reads(op))]
 
 
-def _late_ops(trace: Trace, splits: NDArray[np.bool_], rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether each op must wait for all microbatches. Raises TraceError for an op that cannot be split."""
+def _late_ops(
+    trace: Trace, splits: NDArray[np.bool_], rows: NDArray[np.bool_], versions: Collection[int]
+) -> NDArray[np.bool_]:
+    """Whether each op must wait for all microbatches. Raises TraceError for an op that cannot be split.
+
+    versions: tensors of which each microbatch writes the next version.
+    """
     late = np.zeros(len(trace.ops), np.bool_)
     name, producer = trace.tensor_columns.name, trace.producer
     for op in trace.ops:
@@ -546,7 +605,7 @@ def _late_ops(trace: Trace, splits: NDArray[np.bool_], rows: NDArray[np.bool_]) 
                 late[op.id] = True
         for t in op.writes:
             old = int(trace.tensor_columns.replaces[t])
-            if old < 0:
+            if old < 0 or t in versions:
                 continue
             per_microbatch = rows[old] or (producer[old] >= 0 and splits[producer[old]])
             if splits[op.id] and not per_microbatch:

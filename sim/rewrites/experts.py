@@ -28,7 +28,9 @@ _WEIGHT = re.compile(r"h\d+\.mlp\.(gate_up|down)\.weight")
 _OF_WEIGHT = re.compile(rf"{_WEIGHT.pattern}(\..*)?")
 _GRADIENT = re.compile(r"(.*)\.grad(\.\d+)?")
 _OF_LAYER = re.compile(r"h\d+\.mlp\..*")
-_BY_TOKEN = re.compile(r"h\d+\.mlp\.(router\.(softmax(\.bwd)?|top)|sort)")
+_OF_ROUTER = re.compile(r"h\d+\.mlp\.router\.(softmax(\.bwd)?|top)")
+_SORTS, _FINDS = (re.compile(rf"h\d+\.mlp\.{name}") for name in ("sort", r"expert\d+\.find"))
+_OF_ONE = re.compile(r"h(\d+)\.mlp\.expert(\d+)\..*")
 
 
 class Routed(NamedTuple):
@@ -49,19 +51,35 @@ def routed(trace: Trace, ops: Sequence[Op], family: Sequence[str], ranks: int) -
 
     family: per tensor the weight that it belongs to. ranks: among which the tokens are divided, of which this is one.
     """
-    if not experts_of(trace):
-        return Routed(frozenset(), frozenset(), frozenset())
     columns = trace.tensor_columns
+    if not experts_of(trace):
+        rows = _rows_of_each(trace, family, ranks)
+        by_token = [op for op in ops if _OF_ROUTER.fullmatch(op.name) or _FINDS.fullmatch(op.name)] if rows else []
+        return Routed(frozenset(rows), frozenset(), frozenset(op.id for op in by_token))
     lengths = {sum(rows) // ranks for layers in trace.meta.get("expert_loads") or () for rows in layers.values()}
     rows = {
         t
         for t, shape in columns.shape.items()
         if len(shape) in (1, 2) and shape[0] in lengths and not family[t] and _OF_LAYER.fullmatch(columns.name[t])
     }
-    by_token = [op for op in ops if _BY_TOKEN.fullmatch(op.name)]
+    by_token = [op for op in ops if _OF_ROUTER.fullmatch(op.name) or _SORTS.fullmatch(op.name)]
     sorts = [op for op in by_token if op.name.endswith(".sort")]
     counts = {t for op in sorts for t in op.writes if columns.dtype[t] == "int32"}
     return Routed(frozenset(rows), frozenset(counts), frozenset(op.id for op in by_token))
+
+
+def _rows_of_each(trace: Trace, family: Sequence[str], ranks: int) -> set[int]:
+    """The rows of experts that run one after another: of each, as many as tokens chose it."""
+    loads, columns, found = trace.meta.get("expert_loads") or [{}], trace.tensor_columns, set[int]()
+    if not isinstance(loads[0], dict):
+        return found
+    for t, shape in columns.shape.items():
+        if family[t] or len(shape) not in (1, 2) or not (of := _OF_ONE.fullmatch(columns.name[t])):
+            continue
+        of_layer = loads[0].get(of[1], ())
+        if int(of[2]) < len(of_layer) and shape[0] == of_layer[int(of[2])] // ranks:
+            found.add(t)
+    return found
 
 
 def experts_of(trace: Trace) -> dict[str, int]:

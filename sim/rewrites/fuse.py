@@ -124,11 +124,16 @@ def _why(trace: Trace, t: int, later: Collection[int], rebuilt: Collection[int])
 
 
 def _splits(ops: Sequence[Op], writes: Collection[int]) -> tuple[str, ...]:
-    """The ways in which all ops may be split; by batch where all may, as a sum where only sums are written."""
+    """The ways in which all ops may be split; by batch where all may, as a sum where only sums are written.
+
+    With one that has statistics over the samples, parts have their own.
+    """
     if not all(op.splits for op in ops):
         return ()
-    by_batch = ("batch", "batch_sum")
+    by_batch = ("batch", "batch_sum", "batch_own")
     if all(set(op.splits) & set(by_batch) for op in ops):
+        if any("batch_own" in op.splits for op in ops):
+            return ("batch_own",)
         rows = any("batch" in op.splits for op in ops if writes.intersection(op.writes))  # type: ignore[attr-defined]
         return ("batch" if rows else "batch_sum",)
     return tuple(way for way in ops[0].splits if way not in by_batch and all(way in op.splits for op in ops))

@@ -61,12 +61,23 @@ def _carried(old: Trace, new: Trace, origin: Origin, places: _Places, key: str) 
         producer, name = int(new.producer[t]), _last_name(new, origin, t)
         if producer < 0 or isinstance(origin.ops[producer], Glue) or new.replaced_by[name] >= 0:
             continue
-        turn, device = _turn(new.origin.tensors[t]), int(new.op_columns.device[producer])
+        turn, device = _turn_of_tensor(new, t), int(new.op_columns.device[producer])
         held = [(leaf, *order[leaf.id]) for leaf in leaves(expr) if leaf.id in order]
         ends = [(places.last(op, leaf.iteration, turn, device), rank) for leaf, rank, op in held]
         if ends:
             release_points.append((*max(ends), name))
     return [(t, op) for op, _, t in sorted(release_points)]
+
+
+def _turn_of_tensor(new: Trace, t: int) -> Turn:
+    """The turn of a tensor: of one that each microbatch has a whole copy of, that of the ops that read it."""
+    assert new.origin is not None
+    turn = _turn(new.origin.tensors[t])
+    if turn[1] is None:
+        of_readers = {_turn(new.origin.ops[op]) for op in new.readers(t)}
+        if len(of_readers) == 1:
+            (turn,) = of_readers
+    return turn
 
 
 def _last_name(new: Trace, origin: Origin, tensor: int) -> int:

@@ -34,6 +34,7 @@ def pipeline(
     experts: int = 1,
     buckets: Sequence[int] = (),
     parts: int = 0,
+    own_statistics: bool = False,
 ) -> Trace:
     """Run the layers as pipeline stages, stage i on device i, on consecutive microbatches.
 
@@ -61,6 +62,7 @@ def pipeline(
         model (`FOLDED`), parts S to 2 S - 1 on the devices S - 1 to 0.
     parts: of the model, of which the first and the last may have no layers; by default as many as layers are on.
     ranks, dealt, experts, buckets: symmetric replicas of the pipeline, of which this is one, see `split_batch_ops`.
+    own_statistics: whether batch norm may have statistics of each microbatch, see there; under `pipedream` it has.
 
     Raises TraceError for a trace on several devices, a layer without a stage, parts that do not divide among devices,
     a number of microbatches that the schedule has no order for, replicas under `pipedream`, or an update that needs the
@@ -87,6 +89,7 @@ def pipeline(
         device = [device_of(q, stages, schedule) for q in base_part]
         once = [] if dealt or experts > 1 else _sums_over_devices(trace, device)
         replicas: dict[str, Any] = {"experts": experts, "once": once, "buckets": buckets, "apart": base_part}
+        replicas["own_statistics"] = own_statistics
         split, which = split_batch_ops(trace, micro_batches, ranks, dealt, passes=True, **replicas)
         versions = []
     part = [base_part[op] for op, _ in which]

@@ -12,17 +12,25 @@ once the pipeline is full; A(j, R) is the least for layers 0 … j on R machines
 
 Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018, arXiv:1806.03377, section 3.2;
 Narayanan et al., SOSP 2019, section 3.1. Departs: one level of machines. All of them are used.
+
+Where a device holds several parts of the model (`shared`), it takes the sum of their times, and its link the sum of
+what its parts hand on to other devices. Which parts are together is the schedule's, so that no cut divides the problem
+in two; layers go one by one from part to part as long as that makes the slowest device faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise, product
+from math import comb
 
 from sim.errors import TraceError
 
+ALL, TWO_MOVES = 20_000, 20_000
+"""Where devices hold several parts: up to how many partitions all are tried; else up to how many pairs of moves of a
+layer where no single one helps."""
 Scaled = int | Fraction
 """Nanoseconds times the bytes per second of a link: whole numbers, but for stages on several machines."""
 
@@ -109,6 +117,65 @@ def partition(
         raise TraceError(f"partition: {machines} machines do not make {stages} stages of one each; nearest: {machines}")
     slowest, rows = min(ends, key=lambda each: each[0])
     return Partition(tuple(size for size, _ in rows), tuple(r for _, r in rows), Fraction(slowest) / rate)
+
+
+def shared(layers: Sequence[LayerCost], device: Sequence[int], rate: int) -> tuple[int, ...]:
+    """How many layers each part gets where devices hold several: the slowest device takes as little as can be.
+
+    The best where there are at most `ALL` partitions, or layers between the first and the last one take equal times.
+    Else no layer less in one part and more in another makes the slowest device faster, or of equal ones the slowest
+    part; nor do two such moves, the first of them from the slowest device, where there are at most `TWO_MOVES` of them.
+
+    layers: of the model, in order. device: of each part, in order; parts next to each other on one device send nothing.
+    rate: bytes per second between two devices.
+
+    Raises TraceError where there are fewer layers than parts.
+    """
+    n, parts = len(layers), len(device)
+    if parts > n:
+        raise TraceError(f"partition: {n} layers do not make {parts} stages; nearest: {n}")
+    even = tuple(n * (q + 1) // parts - n * q // parts for q in range(parts))
+    starts = even, partition(layers, parts, rate, parts, replicated=False).layers
+    times, sent = [0, *accumulate(each.time for each in layers)], [0, *map(_there_and_back, layers)]
+    held = [[q for q in range(parts) if device[q] == d] for d in sorted(set(device))]
+
+    def slowness(sizes: Sequence[int]) -> tuple[object, ...]:
+        """The slowest device's time, how many take it, the slowest part's, and those of all others."""
+        ends = [0, *accumulate(sizes)]
+        each = [of_device(d, ends) for d in held]
+        slowest = max(each)
+        own = [times[end] - times[start] for start, end in pairwise(ends)]
+        return slowest, each.count(slowest), max(own), sorted(each, reverse=True), sorted(own, reverse=True)
+
+    def of_device(parts_of: Sequence[int], ends: Sequence[int]) -> Scaled:
+        handed = sum(sent[ends[q + 1]] for q in parts_of if q + 1 < parts and q + 1 not in parts_of)
+        return max(sum(times[ends[q + 1]] - times[ends[q]] for q in parts_of) * rate, handed)
+
+    def moved(sizes: tuple[int, ...], givers: Iterable[int]) -> Iterator[tuple[int, ...]]:
+        """All ways to have a layer less in one of these parts and one more in another."""
+        for a, b in product(givers, range(parts)):
+            if a != b and sizes[a] > 1:
+                yield tuple(size - (q == a) + (q == b) for q, size in enumerate(sizes))
+
+    def neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        ends = [0, *accumulate(sizes)]
+        yield from moved(sizes, sorted(range(parts), key=lambda q: times[ends[q]] - times[ends[q + 1]]))
+        of_slowest = max(held, key=lambda own: of_device(own, ends))
+        if len(of_slowest) * parts**3 <= TWO_MOVES:
+            for each in moved(sizes, of_slowest):
+                yield from moved(each, range(parts))
+
+    def descent(sizes: tuple[int, ...]) -> tuple[tuple[object, ...], tuple[int, ...]]:
+        best: tuple[int, ...] | None = sizes
+        while best is not None:
+            sizes, least = best, slowness(best)
+            best = next((each for each in neighbours(sizes) if slowness(each) < least), None)
+        return least, sizes
+
+    if comb(n - 1, parts - 1) <= ALL:
+        cuts = combinations(range(1, n), parts - 1)
+        return min((tuple(b - a for a, b in pairwise((0, *each, n))) for each in cuts), key=slowness)
+    return min(map(descent, starts))[1]
 
 
 def _stage(time: int, weights: int, r: int, rate: int) -> Scaled:

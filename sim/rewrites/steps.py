@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sim.errors import TraceError
-from sim.rewrites.batching import batch_ops, batched, share_of_op
+from sim.rewrites.batching import batch_ops, batched, own_ops, renewed, renewing, share_of_op
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
@@ -51,7 +51,7 @@ def consecutive_steps(trace: Trace, n: int, behind: Sequence[int] = ()) -> Steps
 
     Names gain `.mb0`, `.mb1`, …. Rows, FLOPs, workspaces and durations divide as in `split_batch`; the ops that do not
     divide by batch (casts of weights, the update) run in every step. A weight that an op reads `behind` times is
-    updated into storage of its own.
+    updated into storage of its own. Batch norm has the statistics of the step's samples.
 
     trace: an iteration on one device.
     n: how many steps.
@@ -73,7 +73,9 @@ class _Steps:
 
     def __init__(self, trace: Trace, n: int, behind: Sequence[int]) -> None:
         self.trace, self.n, self.behind = trace, n, behind
-        self.splits, self.rows, self.weights = batch_ops(trace), batched(trace), updated(trace)
+        own = own_ops(trace)
+        own[list(renewing(trace, set(renewed(trace, own).values())))] = False
+        self.splits, self.rows, self.weights = batch_ops(trace) | own, batched(trace), updated(trace)
         self.tensors, self.ops = list(trace.tensors), list(trace.ops)
         self.new = Rewriter(trace, {"steps": n})
         self.versions: list[list[int]] = []

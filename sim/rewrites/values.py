@@ -10,6 +10,9 @@ following identities are used:
 - A `Microbatch` of o needs `batch` or `batch_sum` in o's `splits`. It must find the same microbatch of tensors with
   rows, and tensors without rows whole; its results are that microbatch of o's results. A `Part` of an op must find that
   part of all its reads, or the whole of some.
+- A `Microbatch` of an op with statistics over the samples (`batch_own`) has its own, and is listed as `own`: nothing
+  joins them to those of all samples. It renews running statistics of an earlier microbatch, or of before the first; the
+  last version of a replica is the one at the end.
 - An op that stands for a share of o `Along` a dimension needs one that o can be divided along
   (`sim.rewrites.dimensions`). It must find that share of tensors with the dimension, or all of them, and all of tensors
   without it, or, where o is linear in its reads, the same term of each; a read that o only holds may be any share,
@@ -51,7 +54,8 @@ from fractions import Fraction
 import numpy as np
 
 from sim.errors import TraceError
-from sim.rewrites.batching import batch_ops, batched
+from sim.rewrites.batching import batch_ops, batched, own_ops, renewed
+from sim.rewrites.chunks import as_base, joined
 from sim.rewrites.codecs import FORMATS, SUFFICES
 from sim.rewrites.dimensions import BLOCKS, CONTEXT, DIMENSIONS, QUERIES, TENSOR, TOKENS, dimensions, operands
 from sim.rewrites.experts import EXPERTS, row_span
@@ -166,8 +170,9 @@ class Departure:
     """One respect in which a rewritten trace does not compute what its base computes.
 
     what: `wrong` (no identity supports the claim), `lossy` (the value went through a lossy codec), `stale` (a value of
-        another iteration or version), `delayed` (an older version of a weight, as the op declares), `missing` (an op or
-        output of the base is absent), or `repeated` (a base op is computed more than once: same values, more work).
+        another iteration or version), `delayed` (an older version of a weight, as the op declares), `own` (statistics
+        of a microbatch alone, as the op declares), `missing` (an op or output of the base is absent), or `repeated` (a
+        base op is computed more than once: same values, more work).
     op, tensor: names, "" for none.
     text: the whole sentence.
     """
@@ -188,9 +193,16 @@ def check_origin(rewritten: Trace, base: Trace, allowed: Sequence[str] = ("repea
 def departures(rewritten: Trace, base: Trace) -> tuple[Departure, ...]:
     """All departures of a rewritten trace from its base; none for a faithful rewrite.
 
+    Where the samples of a chunked loss are divided, the trace is compared with the base whose chunks have been joined
+    (`sim.rewrites.chunks`), and that with the base.
+
     Raises TraceError if the trace was not derived from that base.
     """
     origin = Origin.identity(rewritten)
+    if origin.base != base.content_hash and (chunks := joined(base)) is not None:
+        with_one = as_base(chunks.trace)
+        if origin.base == with_one.content_hash:
+            return (*departures(chunks.trace, base), *departures(rewritten, with_one))
     if origin.base != base.content_hash:
         raise TraceError("rewrite: this trace was derived from another base")
     if origin.iterations < 1:
@@ -212,7 +224,14 @@ def approximate(trace: Trace) -> tuple[str, ...]:
 class _Check:
     def __init__(self, trace: Trace, base: Trace, origin: Origin) -> None:
         self.trace, self.base, self.origin = trace, base, origin
-        self.rows, self.by_batch = batched(base), batch_ops(base)
+        self.own = own_ops(base)
+        self.rows, self.by_batch = batched(base), batch_ops(base) | self.own
+        self.versions = {t: old for old, t in renewed(base, self.own).items()}
+        self.grown = self._grown()
+        of_own = [t for op in np.flatnonzero(self.own).tolist() for t in base.writes(op)]
+        gradient = ROLES.index("gradient")  # those of weights are sums
+        self.statistics = {t for t in of_own if not self.rows[t] and base.tensor_columns.role[t] != gradient}
+        self.of_parts = self.statistics - self.versions.keys()
         self.dims = dimensions(base)
         self.last_of = {first: last for last, first in base.carry}
         self.gradient_of = gradients_replaced(base)
@@ -387,9 +406,19 @@ class _Check:
             available.update(self.results(op, expr, have, claims, Fraction(1)))
         for t in self.trace.writes(op):
             claim = self.claims[t]
-            if claim not in available and not self.covers(claim, available, glue=glue, adds=adds):
+            if claim not in available and not (
+                self.covers(claim, available, glue=glue, adds=adds) or self.adds_to(t, claim, available)
+            ):
                 name, tensor = self.trace.op_columns.name[op], self.trace.tensor_columns.name[t]
                 self.report("wrong", name, tensor, f"op {name!r} cannot produce {tensor!r}: {self.say(claim)}")
+
+    def adds_to(self, t: int, claim: Expr, available: set[Expr]) -> bool:
+        """Whether a product's result is what was there with the product's own part added, as in the base."""
+        over = int(self.trace.tensor_columns.replaces[t])
+        if over < 0 or not all(leaf.id in self.grown for leaf in leaves(claim)):
+            return False
+        have = self.closure({*available, self.claims[over]}, glue=True, adds=True)
+        return self.covers(claim, have, glue=True, adds=True)
 
     def results(self, op: int, expr: Expr, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
         """What an op that stands for `expr` computes from the values it has."""
@@ -412,17 +441,42 @@ class _Check:
         for claim in have:
             if isinstance(claim, kind) and (claim.first, claim.stop, claim.count) == span:
                 inner.add(claim.of)
-            elif self.may_be_whole(claim, expr):
+                continue
+            if self.may_be_whole(claim, expr):
                 inner.add(claim)
+            if isinstance(expr, Microbatch):
+                inner.update(self.renewed_by(claim, expr))
         inner = self.closure(inner, glue=False, adds=False)
         share = share * (expr.stop - expr.first) / expr.count
         inner_results = self.results(op, expr.of, inner, claims, share)
-        return {kind(result, *span) for result in inner_results}
+        last: set[Expr] = {x for x in inner_results if isinstance(x, Same) and x.id in self.versions}
+        return {kind(result, *span) for result in inner_results} | last
 
     def may_be_whole(self, claim: Expr, restricted: Part | Microbatch) -> bool:
         if isinstance(restricted, Microbatch):
-            return not any(self.rows[leaf.id] for leaf in leaves(claim))
+            return not any(leaf.id in self.of_parts for leaf in leaves(claim))
         return True  # the whole has the part
+
+    def renewed_by(self, claim: Expr, by: Microbatch) -> list[Expr]:
+        """What a microbatch finds in place of an old value: a version that earlier ones have renewed or added to.
+
+        by: that microbatch. None for any other claim.
+        """
+        if not isinstance(claim, Microbatch) or claim.count != by.count or claim.first >= by.first:
+            return []
+        if all(x.id in self.versions for x in leaves(claim)):
+            old = (Same(self.versions[x.id], x.iteration) for x in leaves(claim))
+            return [self.settle(each) if self.origin.iterations > 1 else each for each in old]
+        if (claim.first, claim.stop) == (0, by.first) and all(x.id in self.grown for x in leaves(claim)):
+            return [map_leaves(claim.of, lambda x: Same(self.grown[x.id], x.iteration))]
+        return []
+
+    def _grown(self) -> dict[int, int]:
+        """What products of the base add to, by the id of the result that takes its place."""
+        base, replaces = self.base, self.base.tensor_columns.replaces
+        products = (op for op in range(len(base.ops)) if KINDS[base.op_columns.kind[op]] == "matmul")
+        results = ((t, int(replaces[t]), op) for op in products for t in base.writes(op) if replaces[t] >= 0)
+        return {t: old for t, old, op in results if old in base.reads(op)}
 
     def shared_results(self, op: int, expr: Along, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
         """What an op computes that stands for a share of one along a dimension."""
@@ -536,12 +590,15 @@ class _Check:
             if isinstance(enclosing, Microbatch):
                 possible, way = bool(self.by_batch[leaf.id]) or self.is_done_again(op, leaf), "by batch"
             else:
-                ways = set(b.splits.get(leaf.id, ())) - {"batch", "batch_sum"}
+                ways = set(b.splits.get(leaf.id, ())) - {"batch", "batch_sum", "batch_own"}
                 possible, way = bool(ways) or base.ops[leaf.id].kind in ELEMENTWISE, "into parts"
             if not possible:
                 self.report("wrong", name, "", f"op {name!r}: {b.name[leaf.id]!r} may not be split {way}")
             enclosing = enclosing.of
         share = share * self.times_done(self.origin.ops[op])
+        if self.own[leaf.id] and self.is_of_some(self.origin.ops[op]):
+            text = f"op {name!r} has statistics of {self.say(self.origin.ops[op], b.name)} alone"
+            self.report("own", name, "", text)
         done = Same(leaf.id, leaf.iteration)
         self.done[done] = self.done.get(done, 0) + (1 if share == 1 else share)
         suffices = self.sufficient(leaf, have)
@@ -560,7 +617,7 @@ class _Check:
             wanted = Same(t, leaf.iteration)
             if self.origin.iterations > 1:
                 wanted = self.settle(wanted)
-            if leaf.behind and base.producer[t] < 0 and t in self.last_of:
+            if leaf.behind and base.producer[t] < 0 and t in self.last_of and t not in self.versions.values():
                 older = self.settle(Same(t, max(leaf.iteration - leaf.behind, 0)))
                 if older in have and older != wanted:
                     text = f"op {name!r} reads {self.say(wanted)} as it was {leaf.behind} updates before"
@@ -577,6 +634,14 @@ class _Check:
             if ranks > 1 and origin.of_rank(expr, 1, axis) != expr:
                 times *= ranks
         return times
+
+    def is_of_some(self, expr: Expr) -> bool:
+        """Whether an op is that of some samples, and not of all."""
+        while isinstance(expr, Part | Microbatch | Along):
+            if isinstance(expr, Microbatch) and expr.stop - expr.first < expr.count:
+                return True
+            expr = expr.of
+        return False
 
     def is_done_again(self, op: int, leaf: Same) -> bool:
         """Whether a kernel recomputes an op of an earlier phase that reads no rows: as a whole for each microbatch."""
@@ -655,7 +720,8 @@ class _Check:
             elif isinstance(claim, Part | Microbatch):
                 held = ranges.setdefault((type(claim), claim.of, claim.count), [])
                 held.append((claim.first, claim.stop))
-                joins = isinstance(claim, Part) or adds or claim.count == 1 or self.has_rows(claim.of)
+                adds_up = adds and not self.is_statistic(claim.of)
+                joins = isinstance(claim, Part) or adds_up or claim.count == 1 or self.has_rows(claim.of)
                 if joins and _tiles(held, 0, claim.count):
                     todo.append(claim.of)
             elif isinstance(claim, Along):
@@ -683,7 +749,7 @@ class _Check:
             for x in have:
                 if isinstance(x, Part | Microbatch) and (type(x), x.count) == (type(claim), claim.count):
                     held.setdefault(x.of, []).append((x.first, x.stop))
-            span, joins = (claim.first, claim.stop), rows or adds
+            span, joins = (claim.first, claim.stop), rows or (adds and not self.is_statistic(claim.of))
             inner = {of for of, own in held.items() if span in own or (joins and _tiles(own, *span))}
             if glue and inner:  # the part of a sum is the sum of the parts
                 inner = self.closure(inner, glue=glue, adds=adds)
@@ -708,6 +774,9 @@ class _Check:
                 return True  # the share of a sum is the sum of the shares
             return self.covers(claim.of, have, glue=glue, adds=adds)
         return False
+
+    def is_statistic(self, expr: Expr) -> bool:
+        return any(leaf.id in self.statistics for leaf in leaves(expr))
 
     def has_rows(self, expr: Expr) -> bool:
         return any(self.rows[leaf.id] for leaf in leaves(expr))

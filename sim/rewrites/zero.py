@@ -129,7 +129,9 @@ class _Sharding:
         found = {
             t
             for t in range(len(self.tensors))
-            if producer[t] < 0 and (role[t] == STATE or (self.level == 3 and role[t] == WEIGHT)) and self._count(t) > 1
+            if producer[t] < 0
+            and (role[t] == STATE or (self.level == 3 and role[t] == WEIGHT and not self._is_buffer(t)))
+            and self._count(t) > 1
         }
         for op in self.ops:
             if self.level == 3 and self._copies(op, found):
@@ -139,6 +141,11 @@ class _Sharding:
             if _among_replicas(op) or self._updates(op) or (op.id in self.glue and found.intersection(op.reads)):
                 found.update(op.writes)
         return found
+
+    def _is_buffer(self, t: int) -> bool:
+        """Whether forward renews a weight: running statistics, which each replica has whole."""
+        renewed = int(self.trace.replaced_by[t])
+        return renewed >= 0 and bool(self.trace.op_columns.phase[self.trace.producer[renewed]] < BACKWARD)
 
     def _copies(self, op: Op, parts: set[int]) -> bool:
         """Whether an op makes copies of a weight of which there are parts, which are weights themselves and stay."""

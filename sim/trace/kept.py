@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
+from sim.collecting import uncollected
 from sim.trace.graph import Trace
 
 Derived = TypeVar("Derived")
@@ -21,7 +22,8 @@ def kept(trace: Trace, name: str, key: Hashable, make: Callable[[], Derived]) ->
     """
     known: OrderedDict[Hashable, Derived] = vars(trace).setdefault(f"_{name}", OrderedDict())
     if key not in known:
-        known[key] = make()
+        with uncollected():  # what stays, of a large trace millions of objects
+            known[key] = make()
         while len(known) > MOST:
             known.popitem(last=False)
     return known[key]

@@ -48,11 +48,13 @@ the same ranks, each of which sends to the one before it and receives from the o
 divide the experts among them, those that have the same experts, and those next to each other that keep gathered weights
 together; of all replicas, or those with the same experts, those that divide the tokens of each, too."""
 
-SPLITS = ("batch", "batch_sum", "rows", "columns", "heads")
+SPLITS = ("batch", "batch_sum", "batch_own", "rows", "columns", "heads")
 """Ways in which an op may be split into equal parts.
 
 `batch`: its results have one row per sample, except gradients of weights, which are summed over the samples.
 `batch_sum`: all its results are summed over the samples.
+`batch_own`: as `batch`, but with statistics over the samples (batch norm): parts have their own, and compute something
+else than the whole. Results of one dimension are statistics; what it overwrites is renewed by each part in turn.
 """
 
 FUNCTIONS = ("relu", "max_pool")

@@ -322,8 +322,8 @@ class Origin:
             groups = self.ranks // self.experts
             if expr.count == (groups if has_experts(expr) else self.ranks) * self.context:
                 shift = (group if has_experts(expr) else group * self.experts + member) * self.context
-        elif isinstance(expr, Microbatch) and _is_shared(expr.of):
-            shift = member
+        elif isinstance(expr, Microbatch) and (within := _microbatches(expr.of)):
+            shift = member if within == 1 else 0  # else rows of what the member has
         elif isinstance(expr, Microbatch):
             groups = self.ranks // self.experts
             width = 1 if self.dealt else expr.count // groups
@@ -369,13 +369,17 @@ class Origin:
                     return expr
                 return map_leaves(expr, lambda inner: Same(inner.id, inner.iteration + shift, inner.behind + behind))
 
-            # most are an old tensor or op as it is
-            return tuple(
-                exprs[each.id]
-                if type(each) is Same and not (each.iteration or each.behind)
-                else map_leaves(each, change)
-                for each in own
-            )
+            def composed(expr: Expr) -> Expr:
+                """`map_leaves` in short for what most are: an old tensor or op as it is, or a microbatch of one."""
+                of = expr.of if isinstance(expr, Microbatch) else expr
+                if not isinstance(of, Same) or of.iteration or of.behind:
+                    return map_leaves(expr, change)
+                inner = exprs[of.id]
+                if not isinstance(expr, Microbatch) or isinstance(inner, Glue):
+                    return inner
+                return expr if inner == of else Microbatch(inner, expr.first, expr.stop, expr.count)
+
+            return tuple(map(composed, own))
 
         return Origin(
             middle.base,
@@ -417,13 +421,13 @@ def has_experts(expr: Expr) -> bool:
     return False
 
 
-def _is_shared(expr: Expr) -> bool:
-    """Whether an expression is of microbatches."""
+def _microbatches(expr: Expr) -> int:
+    """Of how many microbatches, one in the other, an expression is a share."""
+    number = 0
     while not isinstance(expr, Same | Glue | Fused | Packed):
-        if isinstance(expr, Microbatch):
-            return True
+        number += isinstance(expr, Microbatch)
         expr = expr.of
-    return False
+    return number
 
 
 # ---- as JSON values ----------------------------------------------------------------------------

@@ -8,13 +8,15 @@ from sim import load_profile
 from sim.analysis.peak_memory import home_peak
 from sim.engine.event_path.fast_path import FastPath
 from sim.engine.event_path.perform import Perform
+from sim.engine.prepare import prepare
 from sim.engine.replay import replay
 from sim.errors import TiersimError
 from sim.experiment import problem_for, reference_run
 from sim.layout import lay_out
 from sim.log import EventLog
-from sim.plan import Plan
+from sim.plan import Move, Plan
 from sim.policies import load
+from sim.trace import TraceBuilder
 from workloads import transformer, w1
 
 MACHINE = load_profile("a100_40_pcie")
@@ -98,3 +100,69 @@ def test_recomputations_of_several_devices_at_once_need_no_general_path(monkeypa
     assert replay(plan, machine) == slow
     again = [work for work in passed if work.why == "recompute"]
     assert len(again) > 20 * len([work for work in general if work.why == "recompute"])
+
+
+SMALL = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 128}
+DIVIDED = [
+    {"tp": 2, "pp": 2, "micro_batches": 4, "sequence_parallel": True},
+    {"tp": 2, "dp": 2, "micro_batches": 2, "async_sums": True},
+    {"dp": 2, "micro_batches": 4, "zero": 3},
+    {"dp": 4, "bucket": "10 KiB", "barrier": False},
+    {"pp": 2, "dp": 2, "micro_batches": 4, "schedule": "zb_h1", "zero": 1, "gradient_buffer": True},
+]
+
+
+@pytest.mark.parametrize("policy", ["keep_all", "full_recompute", "offload_activations", "swap_all", "dtr"])
+@pytest.mark.parametrize("layout", DIVIDED, ids=str)
+def test_sums_in_place_and_collectives_write_the_log_of_the_general_path(layout, policy, monkeypatch):
+    """With enough memory for everything, and with less; `dtr` is told of all that happens."""
+    base = transformer(SMALL, batch=8, sequence=32, precision="mixed_bf16")
+    trace, machine = lay_out(base, "a100_80_sxm", layout)
+    taken = {"renew": 0, "exchange": 0}
+
+    def counted(name):
+        plain = getattr(Perform, name)
+        monkeypatch.setattr(Perform, name, lambda *given: taken.update({name: taken[name] + 1}) or plain(*given))
+
+    counted("renew")
+    counted("exchange")
+    peak = home_peak(replay(Plan(trace), machine))
+    for share in (1.0, 0.8):
+        limited = machine.with_budget(int(share * peak))
+        try:
+            plan = load(policy).plan(problem_for(trace, limited))
+        except TiersimError:
+            continue
+        found = [outcome_on(plan, limited, fast) for fast in (True, False)]
+        assert found[0] == found[1]
+    if policy == "keep_all":
+        assert taken["renew"] > 0
+        assert (taken["exchange"] > 0) == bool(prepare(trace, machine).exchanges)
+
+
+def outcome_on(plan, machine, fast):
+    try:
+        return "done", replay(plan, machine, fast=fast)
+    except TiersimError as error:
+        return f"{type(error).__name__}: {error}", getattr(error, "log", None)
+
+
+def test_a_value_that_a_copy_still_reads_is_overwritten_on_the_general_path(monkeypatch):
+    """A sum that is copied away is added to: that waits for the copy (`hazard`)."""
+    b = TraceBuilder()
+    start = b.tensor("start", 1 << 20, "input")
+    total, term = b.tensor("total", 1 << 30, "gradient"), b.tensor("term", 1 << 30, "gradient")
+    grown = b.tensor("grown", 1 << 30, "gradient", replaces=total)
+    b.op("first", reads=[start], writes=[total], flops=1)
+    b.op("second", reads=[start], writes=[term], flops=1)
+    b.op("add", "elementwise", reads=[total, term], writes=[grown], flops=1)
+    trace = b.build(outputs=[grown])
+    plan = Plan(trace, (Move(total, "host", after=trace.op_id("second"), keep=True),))
+    taken = []
+    renew = Perform.renew
+    monkeypatch.setattr(Perform, "renew", lambda self, op, renewal: taken.append(op) or renew(self, op, renewal))
+    machine = load_profile("a100_40_pcie")
+    log = replay(plan, machine)
+    assert log == replay(plan, machine, fast=False)
+    assert not taken
+    assert replay(Plan(trace), machine) == replay(Plan(trace), machine, fast=False)

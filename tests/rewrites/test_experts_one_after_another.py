@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from sim.errors import LayoutError
 from sim.layout import lay_out
 from sim.rewrites.ranks import all_ranks
-from sim.rewrites.tensor_parallel import divide_layers
+from sim.rewrites.tensor_parallel import divide_layers, divide_tokens
 from sim.rewrites.values import departures
 from sim.trace import Trace
 from tests.rewrites.test_expert_parallel import MIXTRAL
@@ -39,6 +40,10 @@ def loads(layer: int = 0) -> list[int]:
         ("amp_bf16", {"dp": 4, "zero": 1}),
         ("amp_bf16", {"tp": 2, "sequence_parallel": True}),
         ("mixed_bf16", {"tp": 2, "dp": 2, "pp": 2, "micro_batches": 2, "zero": 1, "schedule": "zb_h1"}),
+        ("mixed_bf16", {"cp": 4}),
+        ("amp_bf16", {"cp": 2, "dp": 2, "zero": 3}),
+        ("mixed_bf16", {"cp": 2, "tp": 2, "sequence_parallel": True, "ring_attention": True}),
+        ("mixed_bf16", {"cp": 2, "pp": 2, "micro_batches": 2, "zero": 1, "schedule": "zb_h1"}),
     ],
 )
 def test_experts_compute_the_same(precision: str, layout: dict) -> None:
@@ -60,6 +65,56 @@ def test_rows_and_work_of_a_replica(dp: int, n: int) -> None:
             assert size[f"h0.mlp.expert{expert}.dispatch.out.mb{k}"] == end[0] - part[0]
             for name in ("gate", "up", "down"):
                 assert ops[f"h0.mlp.expert{expert}.{name}.mb{k}"].flops == end[1] - part[1]
+
+
+@pytest.mark.parametrize(("cp", "dp"), [(2, 1), (4, 1), (2, 2)])
+def test_rows_and_work_of_a_rank_of_cp(cp: int, dp: int) -> None:
+    """Of an expert's rows each rank has those of its tokens, 1 / (c d) to the byte; its weights are whole."""
+    trace, _ = lay_out(step(), "a100_80_sxm", {"cp": cp, "dp": dp})
+    size, ops = {t.name: t.bytes for t in trace.tensors}, {op.name: op for op in trace.ops}
+    mark = ".mb0"
+    for expert, rows in enumerate(loads()):
+        for kept in ("dispatch.out", "down.out"):
+            assert size[f"h0.mlp.expert{expert}.{kept}{mark}"] == 2 * rows * H // cp // dp
+        assert size[f"h0.mlp.expert{expert}.rows{mark}"] == 8 * rows // cp // dp  # which they are
+        for name in ("gate", "up", "down"):
+            for phase in ("", ".bwd", ".bwd.weight"):
+                assert ops[f"h0.mlp.expert{expert}.{name}{phase}{mark}"].flops == 2 * rows * H * FFN // cp // dp
+            assert size[f"h0.mlp.expert{expert}.{name}.weight"] == 2 * H * FFN
+
+
+def test_ranks_of_cp_send_what_they_send_where_experts_are_one_kernel() -> None:
+    """Keys and values, and gradients of as many weights; no row of an expert, since each rank has all experts."""
+    sent = []
+    for form in ("loop", "grouped"):
+        given = {"precision": "mixed_bf16", "attention": "flash", "loss": "fused", "optimizer": "adamw_fused"}
+        base = transformer({**MIXTRAL, "experts_implementation": form}, batch=4, sequence=16, **given)
+        trace, _ = lay_out(base, "a100_80_sxm", {"cp": 2, "dp": 2})
+        rings = [op for op in trace.ops if op.ring is not None]
+        assert all(".mlp." not in op.name or ".grad" in op.name for op in rings)
+        sent.append((sum(op.bytes or 0 for op in rings), len(rings)))
+    assert abs(sent[0][0] - sent[1][0]) <= max(n for _, n in sent)  # each collective rounds up
+
+
+def test_an_experts_gradient_of_a_ranks_own_tokens_alone_is_wrong() -> None:
+    trace = divide_tokens(step(), 2)
+    gradient = next(t.id for t in trace.tensors if t.name == "h0.mlp.expert1.down.weight.grad")
+    summed = next(op.id for op in trace.ops if op.ring is not None and gradient in op.reads)
+    alone = {op: ring for op, ring in trace.op_columns.ring.items() if op != summed}
+    assert {each.what for each in departures(rebuilt(trace, ring=alone), step())} == {"wrong"}
+
+
+def test_the_rows_of_another_ranks_tokens_are_wrong() -> None:
+    """An expert's product of rows that the next rank has dispatched."""
+    trace = divide_tokens(step(), 2)
+    assert trace.origin is not None
+    t = next(t.id for t in trace.tensors if t.name == "h0.mlp.expert1.dispatch.out")
+    claims = list(trace.origin.tensors)
+    claims[t] = replace(claims[t], first=1, stop=2)  # type: ignore[type-var]
+    other = rebuilt(trace)
+    object.__setattr__(other, "origin", replace(trace.origin, tensors=tuple(claims)))
+    wrong = {each.op for each in departures(other, step()) if each.what == "wrong"}
+    assert wrong >= {"h0.mlp.expert1.dispatch", "h0.mlp.expert1.gate"}
 
 
 @pytest.mark.parametrize("t", [2, 4])
@@ -87,13 +142,7 @@ def test_an_experts_term_taken_for_the_sum_is_wrong() -> None:
     assert {each.what for each in departures(rebuilt(trace, ring=alone), step())} == {"wrong"}
 
 
-@pytest.mark.parametrize(
-    ("layout", "said"),
-    [
-        ({"dp": 2, "ep": 2}, "ep: experts that run one after another cannot be divided; try .* 'grouped'; nearest: 1"),
-        ({"cp": 2}, "cp: rows of experts that run one after another cannot be divided by tokens; try .* 'grouped'"),
-    ],
-)
-def test_what_cannot_be_divided_names_the_other_form(layout: dict, said: str) -> None:
+def test_what_cannot_be_divided_names_the_other_form() -> None:
+    said = "ep: experts that run one after another cannot be divided: .* try .* 'grouped'; nearest: 1"
     with pytest.raises(LayoutError, match=said):
-        lay_out(step(), "a100_80_sxm", layout)
+        lay_out(step(), "a100_80_sxm", {"dp": 2, "ep": 2})

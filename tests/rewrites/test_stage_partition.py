@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.errors import TraceError
-from sim.rewrites.stage_partition import LayerCost, cost_of, partition
+from sim.rewrites import stage_partition
+from sim.rewrites.schedules import device_of
+from sim.rewrites.stage_partition import LayerCost, cost_of, partition, shared
 
 SECOND = 10**9
 
@@ -69,3 +71,78 @@ def test_what_is_sent_binds_where_links_are_slow() -> None:
     layers = [LayerCost(2, 9), LayerCost(2, 1), LayerCost(2, 9), LayerCost(2, 9)]
     found = partition(layers, 2, SECOND, 2, replicated=False)
     assert (found.layers, found.slowest) == ((2, 2), Fraction(4))
+
+
+# ---- devices that hold several parts -----------------------------------------------------------------
+
+
+def slowest(layers: list[LayerCost], sizes: tuple[int, ...], device: list[int], rate: int) -> Fraction:
+    """What the slowest device takes, or its links, in ns."""
+    computes, sends = dict.fromkeys(device, Fraction(0)), dict.fromkeys(device, Fraction(0))
+    first = 0
+    for q, size in enumerate(sizes):
+        own = layers[first : first + size]
+        first += size
+        computes[device[q]] += sum(each.time for each in own)
+        if q + 1 < len(sizes) and device[q + 1] != device[q]:
+            sends[device[q]] += Fraction(2 * own[-1].sent * SECOND, rate)
+    return max(*computes.values(), *sends.values())
+
+
+held = st.sampled_from([("interleaved", 2, 2), ("zb_v", 2, 2), ("dualpipe_v", 3, 2), ("interleaved", 3, 2)])
+
+
+def devices(schedule: str, stages: int, chunks: int) -> list[int]:
+    return [device_of(part, stages, schedule) for part in range(stages * chunks)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(layer_costs, min_size=4, max_size=9), held, st.integers(1, 4))
+def test_no_sizes_make_devices_with_several_parts_faster(layers, how, rate) -> None:
+    device = devices(*how)
+    if len(device) > len(layers):
+        with pytest.raises(TraceError, match=f"{len(layers)} layers do not make {len(device)} stages; nearest"):
+            shared(layers, device, rate * SECOND)
+        return
+    found = shared(layers, device, rate * SECOND)
+    every = compositions(len(layers), len(device), len(device))
+    assert slowest(layers, found, device, rate * SECOND) == min(
+        slowest(layers, sizes, device, rate * SECOND) for sizes in every
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(6, 11), st.integers(1, 20), st.integers(0, 60), st.integers(0, 60), held)
+def test_layers_go_from_part_to_part_until_no_device_is_faster(n, time, embedding, head, how) -> None:
+    """Where there are too many partitions to try all: the best of layers as equal as a transformer's."""
+    times = [time + embedding, *[time] * (n - 2), time + head]
+    layers, device = [LayerCost(each, 0) for each in times], devices(*how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_partition, "ALL", 0)
+        found = shared(layers, device, SECOND)
+    every = compositions(n, len(device), len(device))
+    assert slowest(layers, found, device, SECOND) == min(slowest(layers, each, device, SECOND) for each in every)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(layer_costs, min_size=6, max_size=12), held, st.integers(1, 4))
+def test_it_is_never_slower_than_where_each_part_is_balanced_by_itself(layers, how, rate) -> None:
+    device = devices(*how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_partition, "ALL", 0)
+        found = shared(layers, device, rate * SECOND)
+    alone = partition(layers, len(device), rate * SECOND, len(device), replicated=False).layers
+    assert sum(found) == len(layers)
+    assert min(found) >= 1
+    assert slowest(layers, found, device, rate * SECOND) <= slowest(layers, alone, device, rate * SECOND)
+
+
+def test_the_device_with_embedding_and_head_gets_fewer_layers() -> None:
+    """In a V device 0 holds the first and the last part: of 16 layers of 10 and a head of 40 more, 2 in place of 4."""
+    layers = [LayerCost(10, 0)] * 15 + [LayerCost(50, 0)]
+    device = devices("zb_v", 4, 2)
+    found = shared(layers, device, SECOND)
+    assert slowest(layers, found, device, SECOND) == 60
+    assert found[0] + found[-1] == 2
+    alone = partition(layers, 8, SECOND, 8, replicated=False).layers
+    assert slowest(layers, alone, device, SECOND) > 60

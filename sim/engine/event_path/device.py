@@ -34,7 +34,8 @@ class Device:
         """All ops in order; then `finished` fires."""
         parts, state, path, perform = self._parts, self._state, self._fast, self.perform
         resolved, clock, apply, queue = parts.resolved, self._clock, parts.decisions.apply, self._clock.queue
-        plain, before, after = path.plain, resolved.before, resolved.after
+        plain, renewals, exchanges = path.plain, path.renewals, path.exchanges
+        before, after = resolved.before, resolved.after
         slow_before, slow_after = resolved.slow_before, resolved.slow_after
         device, starts = self.index, STARTS + self.index
         free_after, space, home = state.lifetimes.free_after, state.space, self._home
@@ -52,7 +53,12 @@ class Device:
                 yield from self.waits.launch(op)
             entry = plain[op]
             if entry is None:
-                yield from perform.op(op)
+                if op in renewals and path.renews(op, renewals[op]):
+                    yield from perform.renew(op, renewals[op])
+                elif op in exchanges and path.begin(op, exchanges[op]) >= 0:
+                    perform.exchange(op, exchanges[op])
+                else:
+                    yield from perform.op(op)
                 continue
             end = path.begin(op, entry)
             if end == SHORT:

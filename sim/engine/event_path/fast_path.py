@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 
 from sim.engine.event_path.clock import ENDS, Event
 from sim.engine.event_path.parts import Parts
 from sim.engine.event_path.record import Columns
 from sim.engine.event_path.residency import LEAVING
 from sim.engine.event_path.space import PRODUCED, WORKSPACE
-from sim.engine.prepare import Plain
+from sim.engine.prepare import Plain, Renewal
 from sim.log import WHY
 
 RUN, RECOMPUTE = WHY["run"], WHY["recompute"]
@@ -25,6 +25,8 @@ class FastPath:
     run's parts directly: one call per op and part would cost more than the op itself.
 
     plain: of the device's ops that may be plain what is known of them, None for others.
+    renewals: the same of ops that may overwrite values in place, see `Perform.renew`.
+    exchanges: the same of collectives that may begin at once, see `Perform.exchange`.
     """
 
     def __init__(self, parts: Parts, device: int, fast: bool) -> None:
@@ -36,6 +38,10 @@ class FastPath:
         elif fast:
             for op in prepared.order[device]:
                 self.plain[op] = None if op in special else prepared.plain[op]
+        may_renew = fast and not state.residency.is_watched
+        self.renewals: Mapping[int, Renewal] = prepared.renewals if may_renew else {}
+        self.exchanges: Mapping[int, Plain] = prepared.exchanges if fast and not special else {}
+        self._special = special
         self._device = device
         self._lane = prepared.main[device]
         self._home = prepared.home[self._lane]
@@ -81,6 +87,21 @@ class FastPath:
         if self._clock.wanted and ns:
             self._clock.flush()
         return now + ns
+
+    def renews(self, op: int, renewal: Renewal) -> bool:
+        """Whether all that an op reads is at home to stay, and nobody else uses or copies what it overwrites."""
+        copies, bit, residency, lifetimes = self._copies, self._bit, self._residency, self._lifetimes
+        if op in self._special or self._space.waiting or self._guests[self._lane] or self._space.compressed:
+            return False
+        for tensor in renewal.reads:
+            if copies[tensor] & (bit | LEAVING) != bit or tensor in residency.overwriting:
+                return False
+        for old, new in renewal.pairs:
+            if copies[old] != bit or self._pins[old] or old in self._in_flight or old in lifetimes.put_off:
+                return False
+            if copies[new] or self._pins[new] or new in self._in_flight or (new, self._home) in residency.reproducing:
+                return False
+        return True
 
     def make_room(self, op: int, plain: Plain) -> int:
         """Ask the online part for the space that an op lacks, take it, and say when the op ends.

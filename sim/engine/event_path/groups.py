@@ -32,12 +32,17 @@ class Groups:
         self._op_end = op_end
         self._tiers = state.space.names
         self._link_of = {link.name: i for i, link in enumerate(state.platform.links)}
+        self._routes: dict[tuple[str, int], tuple[int, ...]] = {}
         self._runs: dict[int, int] = {}
         self._meeting: dict[tuple[str, int], list[Work]] = {}
 
     def join(self, work: Work) -> None:
         """A member of a group has its inputs and its space; the last one to come starts the transfer."""
         name = self._prepared.group_of[work.op]
+        if len(self._prepared.groups[name]) == 1:  # the others are not in the trace
+            self._ops.begin(work, "peer")
+            self._start([work])
+            return
         turn = self._runs[work.op] = self._runs.get(work.op, 0) + 1
         members = self._meeting.setdefault((name, turn), [])
         members.append(work)
@@ -77,16 +82,22 @@ class Groups:
 
     def _among_ranks(self, member: Work, ring: Ring) -> None:
         """The own part of a collective among symmetric ranks: its bytes on the link that stands for their network."""
-        trace, link_of = self._prepared.trace, self._link_of
-        if (name := rank_link(ring.axis, member.device)) not in link_of:
-            op = trace.op_columns.name[member.op]
-            raise IllegalPlan(f"op {op!r}: {self._platform.name} has no network among ranks; lay it out for them")
-        route = [link_of[name]]
-        if ring.axis != "tensor" and (shared := shared_link(member.device)) in link_of:
-            route.append(link_of[shared])
+        trace, place = self._prepared.trace, (ring.axis, member.device)
+        route = self._routes.get(place)
+        if route is None:
+            route = self._routes[place] = self._route_of_ranks(member, ring)
         payload = int(trace.touched[member.op])
-        job = GroupJob(self._end, [member], tuple(route), payload, COLLECTIVE_CHUNK, ring.passes)
+        job = GroupJob(self._end, [member], route, payload, COLLECTIVE_CHUNK, ring.passes)
         self._links.submit(job, int(trace.op_columns.priority[member.op]), member.device)
+
+    def _route_of_ranks(self, member: Work, ring: Ring) -> tuple[int, ...]:
+        """The links that stand for the network among ranks of a device. Raises IllegalPlan where there is none."""
+        link_of = self._link_of
+        if (name := rank_link(ring.axis, member.device)) not in link_of:
+            op = self._prepared.trace.op_columns.name[member.op]
+            raise IllegalPlan(f"op {op!r}: {self._platform.name} has no network among ranks; lay it out for them")
+        own, shared = link_of[name], shared_link(member.device)
+        return (own, link_of[shared]) if ring.axis != "tensor" and shared in link_of else (own,)
 
     def _pair(self, members: list[Work]) -> tuple[list[tuple[str, str]], int]:
         """From where to where a send goes, and how many bytes."""

@@ -10,7 +10,7 @@ from sim.engine.event_path.operands import Outputs, Restore
 from sim.engine.event_path.parts import Parts
 from sim.engine.event_path.state import Work
 from sim.engine.event_path.waits import Steps, Waits
-from sim.engine.prepare import Plain
+from sim.engine.prepare import Plain, Renewal
 from sim.engine.resolve import Act
 from sim.errors import IllegalPlan
 
@@ -108,6 +108,41 @@ class Perform:
             yield from self.actions(after[op], op)
         if not self._clock.is_next(FREES + op):
             yield from self._waits.turn(FREES + op)
+
+    def renew(self, op: int, renewal: Renewal) -> Steps:
+        """Let an op run that overwrites values which nobody else uses, as `_run_here` does."""
+        state, clock, waits, home = self._state, self._clock, self._waits, self._home
+        lifetimes, residency, engines, start = state.lifetimes, state.residency, self._parts.engines, clock.now
+        lifetimes.pin_operands(op)
+        for old, _ in renewal.pairs:
+            residency.begin_overwriting(old, home)
+        engines.occupy(self._lane)
+        if renewal.ns:
+            clock.flush()
+        clock.advance(start + renewal.ns)
+        if not clock.is_next(ENDS + op):
+            yield from waits.turn(ENDS + op)
+        state.record.ran(start, clock.now, waits.index, self._lane, self._prepared.logged(op, "run"), op)
+        engines.vacate(self._lane)
+        for old, new in renewal.pairs:
+            residency.end_overwriting(old)
+            lifetimes.take_over(old, new, home, op)
+            residency.deliver(new, home)
+        lifetimes.note_reads(op, first=True)
+        lifetimes.unpin_operands(op)
+        yield from self._after(op, True)
+        lifetimes.free_after(op)
+        for old, _ in renewal.pairs:
+            lifetimes.free_if_dead(old, op)
+        if not clock.is_next(STARTS + waits.index):
+            yield from waits.turn(STARTS + waits.index)
+
+    def exchange(self, op: int, plain: Plain) -> None:
+        """Have a collective among ranks begin whose reads are there, and for whose results there is space."""
+        self._state.lifetimes.pin_operands(op)
+        work = Work(op, self._waits.index, "run", True)
+        work.fresh.extend((tensor, self._home) for tensor, _ in plain.writes)
+        self._parts.groups.join(work)
 
     def pressed(self, op: int) -> Steps:
         """Run an op for the first time: it is reached, its operands are pinned, and space has been asked for."""

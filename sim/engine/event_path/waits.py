@@ -23,7 +23,8 @@ class Waits:
 
     def __init__(self, index: int, parts: Parts) -> None:
         self.index = index
-        self.reason = ""
+        self._stall: tuple[int, int, str, str] | None = None
+        self._ending = -1
         self.request: Asked | None = None
         state = self._state = parts.state
         self._clock = state.clock
@@ -36,6 +37,14 @@ class Waits:
         self._synchronized = dispatch.synchronized if dispatch else frozenset[int]()
         trace = state.prepared.trace
         self._op_names, self._tensor_names = trace.op_columns.name, trace.tensor_columns.name
+
+    @property
+    def reason(self) -> str:
+        """See the class."""
+        if self._stall is not None:
+            op, tensor, cause, what = self._stall
+            return f"op {self._op_names[op]!r} waits for {what or f'tensor {self._tensor_names[tensor]!r}'} ({cause})"
+        return f"op {self._op_names[self._ending]!r} to end" if self._ending >= 0 else ""
 
     # ---- time --------------------------------------------------------------------------------
 
@@ -60,7 +69,7 @@ class Waits:
 
     def end_of(self, op: int, end: Wake) -> Steps:
         """Until an op ends that shares bandwidth, so that nobody knows when."""
-        self.reason = f"op {self._op_names[op]!r} to end"
+        self._ending = op
         self._clock.flush()
         yield end
         self._clock.catch_up()
@@ -69,12 +78,11 @@ class Waits:
         """Wait for an event. cause: as the log names it; what: in words, by default the tensor."""
         clock = self._clock
         start = clock.now
-        subject = what or f"tensor {self._tensor_names[tensor]!r}"
-        self.reason = f"op {self._op_names[op]!r} waits for {subject} ({cause})"
+        self._stall, self._ending = (op, tensor, cause, what), -1
         clock.flush()
         yield wake
         clock.catch_up()
-        self.reason = ""
+        self._stall = None
         if clock.now > start:
             self._state.record.stalled(start, clock.now, self.index, self._lane, op, tensor, cause)
 

@@ -1,0 +1,158 @@
+"""Rings, exchanges and sends over several networks, one outside the other, against the same counted rank by rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from sim.errors import LayoutError, ProfileError
+from sim.hardware.nodes import placed
+from sim.hardware.platform import Network, Platform, rank_link
+from sim.hardware.profile import load_profile
+from sim.layout import lay_out
+from tests.hardware.machine import MACHINE as FULL
+from workloads import transformer
+
+GB = 10**9
+RACK, SPINE, HALL = (
+    Network("rack", 4, 50 * GB, 3_000, 4),
+    Network("spine", 16, 20 * GB, 5_000, 4),
+    Network("hall", 64, 5 * GB, 9_000),
+)
+
+
+def machine(*networks: Network) -> Platform:
+    node = load_profile("a100_80_sxm", overrides={"devices": "4"})
+    return replace(node, networks=networks)
+
+
+def inside(platform: Platform) -> tuple[int, int]:
+    """Rate and fixed time of the links inside a node."""
+    link = next(link for link in platform.links if (link.source, link.target) == ("hbm@0", "hbm@1"))
+    rates = [pool.rate for pool in platform.pools if pool.rate and link.name in {m.name for m in pool.members}]
+    return min([link.rate, *rates]), link.fixed
+
+
+def level(platform: Platform, a: int, b: int) -> int:
+    """Over what two devices exchange: 0 inside a node, 1 over the first network, …"""
+    sizes = [4, *(network.per_node for network in platform.networks[1:])]
+    return next((i for i, size in enumerate(sizes) if a // size == b // size), len(sizes))
+
+
+def link_of(platform: Platform, axis: str, **ranks: int) -> tuple[int, int]:
+    """Rate and fixed time of an axis' link."""
+    found = placed(platform, 1, **{"ranks": 1, **ranks})
+    link = next(link for link in found.links if link.name == rank_link(axis, 0))
+    return link.rate, link.fixed
+
+
+def pass_ns(rate: int, fixed: int, m: int, p: int) -> float:
+    """What one pass of a collective over m bytes takes: each of p ranks sends (p - 1) / p of them."""
+    return fixed + m * (p - 1) / p * 10**9 / rate
+
+
+@pytest.mark.parametrize("networks", [(RACK,), (RACK, SPINE), (RACK, SPINE, HALL)], ids=len)
+@pytest.mark.parametrize(("tensor", "replicas"), [(1, 4), (1, 16), (1, 64), (4, 16), (2, 32), (4, 64), (1, 256)])
+def test_a_ring_goes_inside_out(networks: tuple[Network, ...], tensor: int, replicas: int) -> None:
+    """Each level in turn: those together go round with what the level before has left each of them."""
+    platform = machine(*(replace(networks[-1], nodes=0) if n is networks[-1] else n for n in networks))
+    devices = [r * tensor for r in range(replicas)]
+    figures = [inside(platform), *((n.rate, n.fixed) for n in platform.networks)]
+    m, ns, left, together = 10**9, Fraction(0), Fraction(10**9), 1
+    for i, (rate, fixed) in enumerate(figures):
+        reached = sum(level(platform, 0, d) <= i for d in devices)
+        groups = reached // together
+        for _ in range(groups - 1):
+            ns += fixed + left / groups * 10**9 / rate
+        left, together = left / groups, reached
+    assert together == replicas
+    rate, fixed = link_of(platform, "data", ranks=replicas, tensor=tensor)
+    assert pass_ns(rate, fixed, m, replicas) == pytest.approx(float(ns), rel=1e-7)
+
+
+def test_equal_networks_one_outside_the_other_send_what_one_sends() -> None:
+    """But for fixed times: of two levels a ring takes fewer steps."""
+    two = machine(replace(RACK, fixed=0), replace(SPINE, rate=RACK.rate, fixed=0))
+    one = machine(replace(RACK, fixed=0, nodes=0))
+    assert link_of(two, "data", ranks=64) == link_of(one, "data", ranks=64)
+
+
+@pytest.mark.parametrize("replicas", [4, 16, 32, 64])
+def test_an_exchange_among_experts_sends_to_each_rank_over_what_joins_it(replicas: int) -> None:
+    platform = machine(RACK, SPINE, replace(HALL, nodes=0))
+    figures = [inside(platform), *((n.rate, n.fixed) for n in platform.networks)]
+    m, bytes_over = 10**9, [Fraction(0)] * 4
+    for other in range(1, replicas):
+        bytes_over[level(platform, 0, other)] += Fraction(m, replicas)
+    used = [i for i, size in enumerate(bytes_over) if size]
+    expected = max(figures[i][1] for i in used) + max(bytes_over[i] * 10**9 / figures[i][0] for i in used)
+    rate, fixed = link_of(platform, "expert", ranks=replicas, experts=replicas)
+    assert pass_ns(rate, fixed, m, replicas) == pytest.approx(float(expected), rel=1e-7)
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(1, 16), (1, 64), (4, 16)])
+def test_the_slowest_hop_of_a_ring_of_neighbours_counts(tensor: int, context: int) -> None:
+    platform = machine(RACK, SPINE, replace(HALL, nodes=0))
+    figures = [inside(platform), *((n.rate, n.fixed) for n in platform.networks)]
+    places = [rank * tensor for rank in range(context)]
+    hops = [figures[level(platform, a, b)] for a, b in zip(places, [*places[1:], places[0]], strict=True)]
+    found = link_of(platform, "neighbour", tensor=tensor, context=context, neighbours=True)
+    assert found == (min(rate for rate, _ in hops), max(fixed for _, fixed in hops))
+
+
+def test_stages_send_over_the_innermost_network_that_joins_them() -> None:
+    base = transformer(
+        {"model_type": "gpt2", "n_layer": 8, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64},
+        batch=8, sequence=16,
+    )  # fmt: skip
+    _, found = lay_out(base, machine(RACK, SPINE), {"pp": 8, "dp": 4, "micro_batches": 2})  # a stage is a node
+    name = {(link.source, link.target): link.name for link in found.links if "-" in link.name}
+    assert name["hbm@0", "hbm@1"].startswith("rack@")  # nodes 0 and 1 of the first four
+    assert name["hbm@3", "hbm@4"].startswith("spine@")
+    pools = {pool.name: pool.rate for pool in found.pools}
+    assert (pools["rack_out@0"], pools["spine_out@0"]) == (RACK.rate, SPINE.rate)
+
+
+def test_the_outermost_network_says_how_many_devices_there_are() -> None:
+    base = transformer(
+        {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64},
+        batch=128, sequence=2,
+    )  # fmt: skip
+    lay_out(base, machine(RACK, SPINE), {"dp": 64})
+    with pytest.raises(LayoutError, match=r"dp: 'spine' of a100_80_sxm joins 64 devices, and 128 are needed"):
+        lay_out(base, machine(RACK, SPINE), {"dp": 128})
+
+
+OUTER = """
+[networks.hall]
+source = "a run"
+standing = "measured"
+per_node = {per_node}
+rate = "0.1 GB/s"
+fixed = "9 us"
+"""
+
+
+def test_networks_are_in_order_from_inside_to_outside(tmp_path) -> None:
+    """Whatever their order in the file."""
+    text = FULL.replace("[networks.net]", OUTER.format(per_node=8) + "\n[networks.net]")
+    (tmp_path / "m.toml").write_text(text)
+    assert [(n.name, n.per_node) for n in load_profile(tmp_path / "m.toml").networks] == [("net", 2), ("hall", 8)]
+
+
+@pytest.mark.parametrize(
+    ("per_node", "nodes", "said"),
+    [
+        (3, "", "networks.hall.per_node: value 3: joins groups of whole nodes of 2, as 'net' has them; nearest: 4"),
+        (2, "", "networks.hall.per_node: value 2: joins groups of whole nodes of 2, as 'net' has them; nearest: 4"),
+        (8, "nodes = 3\n", "networks.net.nodes: value 3: 'hall' joins groups of 4 of its nodes; nearest: 4"),
+    ],
+)
+def test_networks_that_do_not_lie_one_outside_the_other_are_named(per_node, nodes, said, tmp_path) -> None:
+    text = FULL.replace("[networks.net]", f"[networks.net]\n{nodes}") + OUTER.format(per_node=per_node)
+    (tmp_path / "m.toml").write_text(text)
+    with pytest.raises(ProfileError) as caught:
+        load_profile(tmp_path / "m.toml")
+    assert f"m.toml: {said}" in str(caught.value)
