@@ -20,7 +20,7 @@ from sim.trace.graph import Trace
 
 
 class _Pickled:
-    """Pickles as its fields in order, in half the time that frozen dataclasses take: large plans travel."""
+    """Pickles as its fields in order, in two thirds of the time that frozen dataclasses take: large plans travel."""
 
     __slots__ = ()
     __match_args__: ClassVar[tuple[str, ...]] = ()

@@ -132,7 +132,7 @@ def advise(
         with closing(Trials((1 - aside) * seconds, jobs, on_row, began)) as trials:
             try:
                 if over is not None and over.is_stopped:
-                    raise KeyboardInterrupt
+                    raise KeyboardInterrupt  # the search over layouts kept what it had; the answer is made of that
                 rows = search(asked, trials)
                 if not (rows or trials.left_s or trials.skipped):
                     trials.skipped_variants += 1  # not even the first run had time
@@ -142,11 +142,11 @@ def advise(
                 return replace(answer, devices=over)
             except KeyboardInterrupt:
                 trials.stop()
+                _of_the_layout(first[0], over, trials.of_the_job, trials)
                 rows = trials.of_the_job
-                rows += _of_the_layout(first[0], over, rows, trials)
                 if not any(map(fits, rows)):
                     raise
-                answer = _answer(asked, state, list({id(row): row for row in rows}.values()), trials)
+                answer = _answer(asked, state, rows, trials)
                 raise Interrupted(replace(answer, devices=over, stopped=True)) from None
 
 
