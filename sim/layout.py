@@ -409,7 +409,7 @@ def with_layers(
     ranks, n = layout.tp * layout.cp, layout.micro_batches
     if layout.layers == BALANCED:
         device = [device_of(part, layout.pp, layout.schedule) for part in range(layout.parts)]
-        return replace(layout, layers=balanced(costs(layout.dp * ranks * n), machine, device))
+        return replace(layout, layers=balanced(costs(layout.dp * ranks * n), machine, device, ranks * layout.dp))
     return replace(layout, layers=by_latency(costs(ranks * n), machine, layout.pp, layout.dp, ranks, n))
 
 
