@@ -23,8 +23,10 @@ Where several networks lie one outside the other (in a rack, between racks), eac
 that the inner ones join, with r ranks in each, (q - 1) (A' + m / (q r B')); an all-to-all sends what stays inside each
 over that network alone, and each has its own wires. Two stages exchange data over the innermost one that joins them.
 
-Where ranks divide tokens, what they exchange in attention shares wires with the sums of gradients beside it, if both
-are inside nodes or both between them; of an exchange inside nodes and a sum among them, each has its own.
+What a device sends to other stages and round its rings shares the links inside the node, and each network, fairly, and
+so does what it receives. A ring that uses several of them charges each with its part of the bytes. Where ranks divide
+tokens, what they exchange in attention and the sums of gradients beside it go one after the other, if both are inside
+nodes or both between them.
 """
 
 from __future__ import annotations
@@ -370,14 +372,36 @@ class _Placement:
             yield Pool(pool.name, tuple(copies), rate)
 
     def _egress(self, links: tuple[Link, ...]) -> Iterator[Pool]:
-        """What a stage can send, and receive, over all its links to other stages together, inside and between nodes."""
+        """What a stage can send, and receive, of all that goes over the same wires, inside and between nodes: that
+        of other stages, and round its rings."""
         rates = {self.inner.name.partition("@")[0]: self.inner_rate} if self.inner is not None else {}
         rates |= {network.name: network.rate for _, network in self.levels}
+        rings = [(axis, self._charges(axis, ranks, on)) for axis, ranks, on in self.rings() if ranks > 1]
         for stem, rate in rates.items():
             own = [link for link in links if link.name.startswith(f"{stem}@") and "-" in link.name]
             for s in range(self.stages):
                 home = self._tier(self.node.home(0).name, s)
+                round_it = tuple(Member(rank_link(axis, s), part[stem]) for axis, part in rings if part.get(stem))
                 for way, end in (("out", "source"), ("in", "target")):
-                    members = tuple(Member(link.name) for link in own if getattr(link, end) == home)
-                    if len(members) > 1:
+                    members = *(Member(link.name) for link in own if getattr(link, end) == home), *round_it
+                    if len(members) > 1 and (way == "out" or len(members) > len(round_it)):
                         yield Pool(f"{stem}_{way}@{s}", members, rate)
+
+    def _charges(self, axis: str, ranks: int, on: list[int]) -> dict[str, Fraction]:
+        """Of each byte that a rank sends along an axis, how much goes over links inside nodes and over each network.
+
+        A ring uses one after the other, each at its full rate for its part of the time: what it charges is the mean.
+        """
+        inside = self.inner.name.partition("@")[0] if self.inner is not None else ""
+        spans = [*self._spans(ranks, on)]
+        if axis == "neighbour":  # as the rank whose hop is the slowest
+            hops = [(self.inner_rate, inside)] if on[0] > 1 else []
+            return {min([*hops, *((network.rate, network.name) for _, _, network in spans)])[1]: Fraction(1)}
+        if axis == "expert":
+            found = {network.name: Fraction(together - before, ranks - 1) for before, together, network in spans}
+            return {inside: Fraction(on[0] - 1, ranks - 1), **found}
+        whole, found = Fraction(ranks - 1, ranks), {inside: Fraction(on[0] - 1, on[0])}
+        for before, together, network in spans:
+            k = -(-together // before)
+            found[network.name] = Fraction(k - 1, k * before)
+        return {stem: part / whole for stem, part in found.items()}
