@@ -3,7 +3,10 @@
 Chunks are counted from the first token of what an iteration runs together. A microbatch counts its own tokens: of m
 tokens it has ceil(m / 1,024) chunks, whose ends need not be those of any chunk of the whole batch. So chunks are joined
 before the samples are divided (`joined`: one product, one loss and one product back for all tokens, whose operands are
-those of the chunks, one behind the other), and each microbatch's are cut afterwards (`cut`).
+those of the chunks, one behind the other), and each microbatch's are cut afterwards (`cut`). So they are where tokens
+or the vocabulary are divided among ranks: a rank has chunks of its own tokens; of divided columns it exchanges what the
+rows of each chunk need (`Rowwise`), and the gradient of the head's input is a term of a sum over the ranks. Liger-Kernel
+has a chunked kernel for divided columns, `LigerFusedLinearScaledCrossEntropyTPFunction` (pull request 1428).
 
 Both steps are rewrites that the law checks. The first leaves nothing out, each of its ops being those of all chunks;
 what is divided is a rewrite of its result, see `sim.rewrites.values.departures`.
@@ -12,6 +15,7 @@ what is divided is a rewrite of its result, see `sim.rewrites.values.departures`
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sim.rewrites.batching import batched
@@ -94,18 +98,21 @@ def cut(trace: Trace, chunks: Chunks) -> Trace:
     slopes = {trace.writes(op)[0]: trace.reads(op) for op in losses}
     if not wide:
         return trace
+    # where ranks divide the vocabulary, what a row's loss needs of all its columns is exchanged before it
+    exchanged = {op: _exchange(trace, trace.reads(op)) for op in losses}
+    between = {each for ops in exchanged.values() for each in ops}
     new = Rewriter(trace)
-    ids = new.all_tensors(without=logits | slopes.keys())
+    ids = new.all_tensors(without=logits | slopes.keys() | {t for op in between for t in trace.writes(op)})
     has_rows = {-1: False, **dict(enumerate(batched(chunks.trace).tolist()))}
     rows = {t for t, expr in enumerate(trace.origin.tensors) if has_rows[_only(expr)]}
     name = chunks.trace.op_columns.name
     for op in trace.ops:
-        if op.id in wide or op.id in losses:
+        if op.id in wide or op.id in losses or op.id in between:
             continue
         if of[op.id] != chunks.back or op.reads[0] not in slopes:
             new.op(op, reads=[ids[t] for t in op.reads], writes=[ids[t] for t in op.writes])
             continue
-        whole, labels = slopes[op.reads[0]]
+        whole, labels, *_ = slopes[op.reads[0]]
         loss, product = (trace.ops[int(trace.producer[t])] for t in (op.reads[0], whole))
         tokens, operands = _tokens(trace, product), [ids[t] for t in op.reads[1:3]]
         before, last = list(op.reads[3:]), list(op.writes)
@@ -124,16 +131,31 @@ def cut(trace: Trace, chunks: Chunks) -> Trace:
                 so_far: Expr = Microbatch(Same(t), 0, stop, tokens)
                 fields = {"name": f"{tensors[t].name}.{number}", "replaces": over, "saved_for": ""}
                 grown.append(new.tensor(tensors[t], Packed((so_far, None)) if t in rows else so_far, **fields))
+            exchange, told = list[tuple[Op, list[int], list[int]]](), [part]
+            for each in (trace.ops[k] for k in exchanged[loss.id]):
+                found = _rows(new, tensors[each.writes[0]], f"{tensors[each.writes[0]].name}.{number}", *some)
+                if each.kind == "collective":
+                    new.builder.take_over(found, told[0])
+                exchange.append((each, told, [found]))
+                told = [found]
+            known = [part, ids[labels], *(told if exchange else ())]
             for each, reads, writes in (
                 (product, [operands[1], operands[0]], [part]),
-                (loss, [part, ids[labels]], [slope]),
+                *exchange,
+                (loss, known, [slope]),
                 (op, [slope, *operands, *sums], grown),
             ):
-                stands_for = Microbatch(Same(each.id), *some)
-                joint = name[of[each.id]]
-                own = each.name if number == 1 else each.name.replace(joint, f"{joint}.{number}", 1)
-                flops = slice_of(each.flops, *some)
-                new.op(each, stands_for, reads=reads, writes=writes, flops=flops, name=own)
+                of_base = of[each.id] >= 0
+                joint = name[of[each.id]] if of_base else name[chunks.loss]
+                own, group = (
+                    text if number == 1 else text.replace(joint, f"{joint}.{number}", 1)
+                    for text in (each.name, each.group)
+                )
+                touched = each.bytes if of_base or each.bytes is None else slice_of(each.bytes, *some)
+                new.op(
+                    each, Microbatch(Same(each.id), *some) if of_base else None, reads=reads, writes=writes, name=own,
+                    flops=slice_of(each.flops, *some), bytes=touched, group=group,
+                )  # fmt: skip
             sums = grown
     carry = [(ids[a], ids[b]) for a, b in trace.carry]
     return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
@@ -172,9 +194,22 @@ def _join(new: Rewriter, parts: tuple[Op, ...], **fields: object) -> int:
     )  # fmt: skip
 
 
+def _exchange(trace: Trace, reads: Sequence[int]) -> list[int]:
+    """The ops by which ranks tell each other of their columns what the rows of a loss need, in order; [] for none.
+
+    reads: of the loss: logits, labels and, where there are such ranks, what they have told.
+    """
+    ops, logits = list[int](), reads[0]
+    for t in reads[2:]:
+        while t != logits:
+            ops.append(int(trace.producer[t]))
+            (t,) = trace.reads(ops[-1])
+    return ops[::-1]
+
+
 def _rows(new: Rewriter, t: Tensor, name: str, first: int, stop: int, count: int) -> int:
     """Some rows of a tensor."""
-    shape = (stop - first, *(t.shape or ())[1:])
+    shape = None if t.shape is None else (stop - first, *t.shape[1:])
     size = slice_of(t.bytes, first, stop, count)
     return new.tensor(t, Microbatch(Same(t.id), first, stop, count), name=name, bytes=size, shape=shape, replaces=None)
 
