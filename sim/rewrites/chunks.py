@@ -5,8 +5,8 @@ tokens it has ceil(m / 1,024) chunks, whose ends need not be those of any chunk 
 before the samples are divided (`joined`: one product, one loss and one product back for all tokens, whose operands are
 those of the chunks, one behind the other), and each microbatch's are cut afterwards (`cut`). So they are where tokens
 or the vocabulary are divided among ranks: a rank has chunks of its own tokens; of divided columns it exchanges what the
-rows of each chunk need (`Rowwise`), and the gradient of the head's input is a term of a sum over the ranks. Liger-Kernel
-has a chunked kernel for divided columns, `LigerFusedLinearScaledCrossEntropyTPFunction` (pull request 1428).
+rows of each chunk need (`Rowwise`), and the gradient of the head's input is a term of a sum over the ranks. Such a
+kernel is Liger-Kernel's `LigerFusedLinearScaledCrossEntropyTPFunction` (pull request 1428).
 
 Both steps are rewrites that the law checks. The first leaves nothing out, each of its ops being those of all chunks;
 what is divided is a rewrite of its result, see `sim.rewrites.values.departures`.
