@@ -19,7 +19,8 @@ attention, for which keys and values are gathered, in forward and again in backw
 gradients. This is context parallelism as PyTorch does it by default (`_context_parallel`, rotation by all-gather), with
 causal work dealt out evenly; keys and values of s tokens take s / c of the memory between. Per layer and pass a rank
 sends (c - 1) / c of the keys and values. With `ring` they go round in blocks instead (`sim.rewrites.ring_attention`).
-Where queries, keys and values are one tensor (GPT-2), all of it is gathered.
+Where queries, keys and values are one tensor (GPT-2), all of it is gathered. What is made of positions alone, such as
+rotary tables, is made for the own tokens, as of PyTorch's sharded buffers.
 
 Both together: a rank that has 1 / c of the tokens has 1 / t of the layers' heads and columns for them, and gathers keys
 and values of its own heads alone, so that what it sends per layer for attention falls by t. With sequence parallelism
