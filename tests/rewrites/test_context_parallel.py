@@ -469,3 +469,11 @@ def test_a_division_that_there_is_not_names_the_nearest(changes: dict, layout: d
     given = {"config": LLAMA, "batch": 4, "sequence": 16, "attention": "flash", "precision": "bf16", **changes}
     with pytest.raises(LayoutError, match=said):
         lay_out(transformer(**given), "a100_80_sxm", layout)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rotary_tables_are_of_a_ranks_own_tokens(ranks: int) -> None:
+    whole, own = ({t.name: t.bytes for t in trace.tensors} for trace in (step(), by_context(step(), ranks)))
+    tables = [name for name in whole if name.startswith("rotary.")]
+    assert len(tables) == 2
+    assert all(own[name] * ranks == whole[name] for name in tables)

@@ -130,15 +130,15 @@ def test_random_traces_on_random_devices_compute_the_same(
 # ---- closed forms ------------------------------------------------------------------------------------
 
 
-def parameters(count: int, ranks: int) -> Trace:
-    """One layer of so many parameters: 16-bit weights and gradients, 12 bytes of optimizer state each."""
+def parameters(count: int, ranks: int, gradient: int = 2) -> Trace:
+    """One layer of so many parameters: 16-bit weights, gradients, 12 bytes of optimizer state each."""
     b = TraceBuilder({"batch": ranks})
     x, w, s = (
         b.tensor("x", ranks, "input"),
         b.tensor("w", 2 * count, "weight"),
         b.tensor("w.s", 12 * count, "optimizer_state"),
     )
-    y, g = b.tensor("y", ranks), b.tensor("w.grad", 2 * count, "gradient")
+    y, g = b.tensor("y", ranks), b.tensor("w.grad", gradient * count, "gradient")
     w2, s2 = (
         b.tensor("w.new", 2 * count, "weight", replaces=w),
         b.tensor("w.s.new", 12 * count, "optimizer_state", replaces=s),
@@ -165,6 +165,29 @@ def test_training_state_of_the_papers_example(level: int, kept: int) -> None:
     ring = next(op for op in trace.ops if op.ring is not None and op.phase == "backward")
     gradients = trace.tensors[(ring.writes if level > 1 else ring.reads)[0]].bytes
     assert initial + gradients == kept
+
+
+def held(trace: Trace, *, is_summed: bool) -> int:
+    """Bytes of a rank's weights, states, and gradients before or after they have been summed."""
+    ring = next(op for op in trace.ops if op.ring is not None and op.phase == "backward")
+    initial = sum(t.bytes for t in trace.tensors if trace.producer[t.id] < 0 and t.role != "input")
+    return initial + trace.tensors[(ring.writes if is_summed else ring.reads)[0]].bytes
+
+
+def test_states_that_deepspeeds_estimators_print() -> None:
+    """t5-3b on eight GPUs (DeepSpeed, docs/code-docs/source/memory.rst): 2,851 million parameters, 32 in one layer.
+
+    Level 2, 15.93 GiB: 16-bit gradients not summed yet, and 4 bytes of each of a rank's, since its update converts them
+    all; a fused one here reads them as they are. Level 3, 6.10 GiB: gradients in fp32, and a layer's weights and
+    gradients in 16 bits.
+    """
+    d, count, largest, gib = 8, 2_851_000_000, 32_000_000, 2**30
+    second = held(zero(parameters(count, d), d, 2), is_summed=False) + 4 * count / d
+    assert second / gib == pytest.approx(15.93, rel=0.002)
+    assert second == pytest.approx(4 * count + 16 * count / d, rel=0.002)
+    third = held(zero(parameters(count, d, 4), d, 3), is_summed=True) + 4 * largest
+    assert third / gib == pytest.approx(6.10, rel=0.005)
+    assert third == pytest.approx(4 * largest + 18 * count / d, rel=0.002)
 
 
 @pytest.mark.parametrize("level", LEVELS)
