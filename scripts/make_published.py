@@ -106,10 +106,9 @@ REASONS = {
     ),
     "fpres": (
         "Memory is read from the card, cached blocks and the workspaces of cuDNN's algorithms included. Its code keeps "
-        "images in the order of channels first, for which cuDNN transposes the 16-bit operands of a convolution there "
-        "and back: that is left out, and may be why 16-bit rows are half again as fast here. It reads losses from the "
-        "device after each step."
+        "images with channels first, which cuDNN transposes, and reads losses from the device after each step."
     ),
+    "dleres": ("Batch and order of channels are those of the configurations beside the table."),
     "dlebert": ("Only masked tokens reach their head (20 of 128), ours takes all; LAMB stands as a fused Adam."),
     "fpl3": (
         "The vocabulary is padded. Memory is read from the card, in whole GiB, cached blocks, NCCL's buffers and the "
@@ -186,7 +185,7 @@ def both(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 STACK = ("stack", "dispatch", "loss")
 """A setup's keys that say which kernels run, and how they are launched."""
 
-SOFTWARE = ("batch", "accumulate", "tf32", "network", "bucket", "gradient_buffer", "optimizer")
+SOFTWARE = ("batch", "accumulate", "network", "bucket", "gradient_buffer", "optimizer")
 """A setup's keys that may differ between the same run on two machines: sizes, networks, and libraries' versions."""
 
 USUAL = {"dp": 1, "tp": 1, "pp": 1, "zero": 0, "sequence_parallel": False}
@@ -415,7 +414,7 @@ def what(row: Row) -> str:
     s = row["setup"]
     model = s.get("cnn") or (s["model"] if isinstance(s["model"], str) else row["model"])
     words = [model, f"{s['batch']}" + (f" x {s['sequence']}" if "sequence" in s else "")]
-    words.append("tf32" if s.get("tf32") else s["precision"])
+    words.append(s["precision"] + (", channels last" if s.get("channels_last") else ""))
     words += [f"{s['accumulate']} micro-batches"] if s.get("accumulate", 1) > 1 else []
     words += [f"{key} {s[key]}" for key in ("dp", "zero", "tp", "pp") if s.get(key, 0) > (key != "zero")]
     words += ["sequence parallel"] if s.get("sequence_parallel") else []
