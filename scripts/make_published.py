@@ -197,6 +197,11 @@ def counts_tensors(row: Row) -> bool:
     return any(words in row["peak_memory_definition"] for words in ("max_memory_allocated", "peak active"))
 
 
+def reads_card(row: Row) -> bool:
+    """Whether a printed peak is said to be all that is taken of a card."""
+    return row["peak_memory_definition"].startswith("NVML")
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 
@@ -310,7 +315,8 @@ def summary(found: Sequence[Row]) -> list[str]:
     ]
     groups += [
         (", a reading of what PyTorch's tensors hold", [row for row in found if counts_tensors(row)]),
-        (", a reading of the card, or not said which", [row for row in found if not counts_tensors(row)]),
+        (", a reading of the whole card", [row for row in found if reads_card(row)]),
+        (", a reading of which it is not said", [row for row in found if not (counts_tensors(row) or reads_card(row))]),
     ]
     for kind, what in WHAT.items():
         for name, part in groups:
