@@ -451,3 +451,17 @@ def test_updates_on_the_host_go_before_what_gathers_or_reads_the_new_weights(
         assert simulate(trace, "a100_80_sxm", policy, parallel=layout).log.complete
     except PolicyError as error:  # not every optimizer can be divided by parameter
         assert "reads what" in str(error) or "update" in str(error), error
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v", "dualpipe_v"])
+def test_offloaded_activations_stay_for_gradients_of_weights_that_come_later(schedule: str) -> None:
+    config = {
+        "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 24, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 96, "tie_word_embeddings": False,
+    }  # fmt: skip
+    trace = transformer(config, batch=8, sequence=16, precision="mixed_bf16", loss="fused")
+    layout = {"pp": 2, "schedule": schedule, "micro_batches": 4}
+    result = simulate(trace, "ascend_910b", "offload_activations", parallel=layout)
+    assert result.summary()["recompute_ns"] == 0
+    assert result.log.counters["implicit_recomputes"] == 0
+    assert any(result.events.why == "move")

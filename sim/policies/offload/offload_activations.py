@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import Annotated
 
@@ -140,6 +140,8 @@ class _Streams:
         unpacked = [(min(packed[i].readers[0] for i in members), 0, members) for members in nodes.values()]
         stash: dict[int, int] = {}  # saved copies whose tensors the device still holds, and their numbers
         ends: list[int] = []  # of each node of this pass for which copies were fetched, its last op
+        firsts = sorted(op for op, _, _ in unpacked)
+        following_node = dict(pairwise(firsts))
         for op, is_save, members in sorted([*unpacked, *((one.at, 1, [i]) for i, one in enumerate(packed))]):
             if is_save:
                 (i,) = members
@@ -157,8 +159,10 @@ class _Streams:
                 ends = [last for last in ends if self.begin.get(last) == self.begin[op]]
                 self._load(op, absent, ends)
                 ends.append(end)
-            for i in stash if end in self.next else ():
-                self._release(packed[i], before=self.next[end], held=i in members)
+            if end in self.next:  # where gradients of weights come later, the next node is there before this one ends
+                free = min(self.next[end], following_node.get(op, self.next[end]))
+                for i in stash:
+                    self._release(packed[i], before=free, held=i in members)
             stash.clear()
         return [*self.copies, *self.waits]  # at one anchor copies start before the device waits
 
