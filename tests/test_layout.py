@@ -447,10 +447,7 @@ def test_updates_on_the_host_go_before_what_gathers_or_reads_the_new_weights(
     policy: str, layout: dict, optimizer: str
 ) -> None:
     trace = transformer(CONFIG, batch=8, sequence=16, optimizer=optimizer, loss="fused", precision="mixed_bf16")
-    try:
-        assert simulate(trace, "a100_80_sxm", policy, parallel=layout).log.complete
-    except PolicyError as error:  # not every optimizer can be divided by parameter
-        assert "reads what" in str(error) or "update" in str(error), error
+    assert simulate(trace, "a100_80_sxm", policy, parallel=layout).log.complete
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v", "dualpipe_v"])
