@@ -17,7 +17,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "parallel.json"
 PAGE = ROOT / "docs" / "parallel.md"
-TABLES = ("korthikanti", "megatron", "schedules", "experts", "machines", "policies", "context", "zero")
+TABLES = (
+    *("korthikanti", "megatron", "schedules", "experts", "machines", "policies", "context", "zero"),
+    *("memory", "cost"),
+)
 sys.path.insert(0, str(ROOT))
 
 

@@ -378,11 +378,11 @@ def _joined_chunks(trace: Trace, layout: Layout) -> Chunks | None:
 
     Raises LayoutError for chunks that are not as `workloads.losses` makes them.
     """
-    if trace.meta.get("loss") != CHUNKED or layout.dp * layout.micro_batches == 1:
+    if trace.meta.get("loss") != CHUNKED or layout.dp * layout.micro_batches * layout.tp * layout.cp == 1:
         return None
     chunks = joined(trace)
     if chunks is None:
-        key = "dp" if layout.dp > 1 else "micro_batches"
+        key = next((key for key in ("dp", "micro_batches", "tp") if getattr(layout, key) > 1), "cp")
         raise LayoutError(f"{key}: no chunks of loss 'chunked' are known, whose tokens could be divided; nearest: 1")
     return chunks
 
@@ -409,7 +409,7 @@ def with_layers(
     ranks, n = layout.tp * layout.cp, layout.micro_batches
     if layout.layers == BALANCED:
         device = [device_of(part, layout.pp, layout.schedule) for part in range(layout.parts)]
-        return replace(layout, layers=balanced(costs(layout.dp * ranks * n), machine, device))
+        return replace(layout, layers=balanced(costs(layout.dp * ranks * n), machine, device, ranks * layout.dp))
     return replace(layout, layers=by_latency(costs(ranks * n), machine, layout.pp, layout.dp, ranks, n))
 
 
@@ -494,8 +494,8 @@ def check_experts(trace: Trace, ep: int) -> None:
     if not numbers:
         alone = "expert_loads" in trace.meta
         what = (
-            "experts that run one after another cannot be divided: each has ops and rows of its own, so that no rank's "
-            "stand for another's; try experts_implementation 'grouped'"
+            "experts that run one after another find their rows among their own device's tokens; where ranks divide "
+            "experts, rows are sorted and sent first; try experts_implementation 'grouped'"
         )
         raise LayoutError(f"ep: {what if alone else 'the trace has no experts that can be divided'}; nearest: 1")
     experts = math.gcd(*numbers)
@@ -527,10 +527,6 @@ def _check_divisible(key: str, trace: Trace) -> None:
         raise LayoutError(
             f"{key}: the kernels of the stack {trace.meta['stack']!r} cannot be divided once they are fused; build the "
             "trace eager, and give lay_out(…, kernels=…)"
-        )
-    if trace.meta.get("loss") == "chunked":
-        raise LayoutError(
-            f"{key}: loss 'chunked' computes its gradients in forward, which cannot be divided; try 'fused'"
         )
     if int(trace.meta.get("micro_batches", 1)) > 1:
         raise LayoutError(f"{key}: the trace has microbatches already; give micro_batches in the layout instead")

@@ -14,7 +14,9 @@ from functools import cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.errors import LayoutError
 from sim.hardware.cost import op_times
+from sim.hardware.nodes import ring_rates
 from sim.hardware.platform import Platform
 from sim.layout import Layout, part_of_layer, with_layers
 from sim.rewrites.dimensions import dimensions
@@ -73,6 +75,7 @@ class Estimator:
         self.costs = cache(partial(layer_costs, trace, node))
         self.family = dimensions(trace).family
         self.experts = experts_of(trace)
+        self.rings = cache(partial(ring_rates, node))
 
     def of(self, layout: Layout) -> Estimate:
         """The estimate of a layout."""
@@ -155,31 +158,41 @@ class Estimator:
         return saved, state, of_experts
 
     def _exchanged(self, layout: Layout) -> float:
-        """Nanoseconds of collectives: of tensor or context parallelism in each layer, and of gradients and weights."""
-        trace, node, n = self.trace, self.node, layout.micro_batches
-        two = node.devices > 1
-        route = node.route(node.home(0).name, node.home(1).name) if two else ()
-        inside = max((node.links[i].rate for i in route), default=1)
-        outside = node.networks[0].rate if node.networks else inside
+        """Nanoseconds of collectives: of tensor or context parallelism in each layer, and of gradients and weights.
+
+        Each goes over the links and networks that its ranks really cross, at the rate that their ring has there.
+        """
+        if layout.dp * layout.tp * layout.cp == 1:
+            return 0.0
+        try:
+            ring = self.rings(layout.pp, layout.dp, layout.tp, layout.ep, layout.cp)
+        except LayoutError:  # there is no link
+            return float("inf")
+        trace, n = self.trace, layout.micro_batches
         initial = (trace.producer < 0) & (trace.tensor_columns.role == ROLE_CODE["weight"])
         size, which = trace.tensor_columns.bytes, np.flatnonzero(initial).tolist()
         experts = sum(int(size[t]) for t in which if self.family[t] in self.experts)
         weights = int(size[initial].sum()) - experts
         tokens, layers = int(trace.meta.get("tokens", 1)) / layout.dp, max(int(trace.meta.get("layers", 1)), 1)
         width = float(weights / (24 * layers)) ** 0.5  # 12 h^2 weights of 2 bytes per layer
-        ranks = layout.tp * layout.cp
-        between = 8 * (ranks - 1) / ranks * tokens * 2 * width * layers / layout.pp / inside
-        steps = 8 * (ranks - 1) * layers / layout.pp * n * sum(node.links[i].fixed for i in route)
+        seconds, fixed = 0.0, 0.0
+        for axis, ranks, others in (("tensor", layout.tp, layout.cp), ("context", layout.cp, layout.tp)):
+            if ranks > 1:
+                sent = 8 * (ranks - 1) / ranks * tokens / others * 2 * width * layers / layout.pp
+                seconds += sent / ring[axis][0]
+                fixed += 8 * layers / layout.pp * n * ring[axis][1]
         passes = 3 * n if layout.zero == 3 else n + 1 if layout.zero == 2 else 2
-        replicas = layout.dp * layout.cp
-        ring = inside if layout.devices <= node.devices else outside
-        same = replicas // layout.ep
-        summed = (replicas - 1) / replicas * weights + (same - 1) / same * experts / layout.ep
-        gradients = passes * summed / (layout.tp * layout.pp) / ring
-        rows = self._routed() / (layout.dp * layout.cp * layout.pp)
-        near = inside if layout.ep * ranks <= node.devices else outside
-        gradients += 4 * (layout.ep - 1) / layout.ep * rows / near
-        return float(1e9 * (between + gradients) + steps)
+        with_tokens = "_context" if layout.cp > 1 else ""
+        summed = [(f"data{with_tokens}", layout.dp * layout.cp, float(weights))]
+        own = f"expert_data{with_tokens}" if layout.ep > 1 else f"data{with_tokens}"
+        summed.append((own, layout.dp * layout.cp // layout.ep, experts / layout.ep))
+        for axis, same, held in summed:
+            if same > 1:
+                seconds += passes * (same - 1) / same * held / (layout.tp * layout.pp) / ring[axis][0]
+        if layout.ep > 1:
+            rows = self._routed() / (layout.dp * layout.cp * layout.pp)
+            seconds += 4 * (layout.ep - 1) / layout.ep * rows / ring["expert"][0]
+        return 1e9 * seconds + fixed
 
     def _routed(self) -> float:
         """Bytes of the rows of all layers that go to experts, each way."""

@@ -12,6 +12,11 @@ estimate of time and memory (the units of the schedule one after the other, byte
 `sim.layout_estimate`) orders the rest, of which `most` are simulated: what is left out there is not proven slower, and
 the answer says how many those are. Whatever it names has been simulated.
 
+One layout holds for all layers. Colossal-Auto (Liu et al. 2023, arXiv:2302.02599) chooses a sharding for each op of a
+block by an integer program, with conversions between them, and memory after it; its paper prints neither the costs that
+the program is given nor a strategy that it found for a transformer, and Colossal-AI's solver shares one among repeated
+blocks (its pull requests 2854 and 2912). Here layout and memory policy are compared together, each simulated.
+
 Then the `variants` of the fastest are tried, layouts that differ in how they exchange the same: buckets of gradients,
 where gathered weights stay, keys and values in blocks. They are asked for only where a layout without the exposed part
 of its communication would be faster than the best so far, at most `most` of them.
@@ -34,12 +39,12 @@ from sim.errors import LayoutError, TiersimError, near
 from sim.experiment import reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.layout import BALANCED, DAPPLE, DDP, Layout, check_context, check_experts, divisible, lay_out
+from sim.layout import BALANCED, DAPPLE, DDP, Layout, check_context, check_division, check_experts, lay_out
 from sim.layout_estimate import Estimate, Estimator
 from sim.policies import load
 from sim.policies.traits import MANAGED_AS
 from sim.rewrites.dimensions import TENSOR, dimensions
-from sim.rewrites.experts import EXPERTS, experts_of, is_of_experts
+from sim.rewrites.experts import EXPERTS, is_of_experts
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.layers import op_layers
 from sim.trace.tensor import ROLES
@@ -354,7 +359,7 @@ def layouts(trace: Trace, devices: int, per_node: int, schedules: Sequence[str] 
     samples, sequence = trace.meta.get("batch", 1), trace.meta.get("sequence")
     layers = len({layer for layer in op_layers(trace).tolist() if layer >= 0})
     for tp, cp in _ranks(trace, devices, per_node):
-        by_tokens = tp > 1 and isinstance(sequence, int) and sequence % (tp * cp) == 0
+        by_tokens = tp > 1 and isinstance(sequence, int) and _is_valid(check_division, trace, tp, True, cp)
         for pp in _divisors(devices // (tp * cp)):
             dp = devices // (tp * cp * pp)
             if "generate" in trace.meta and devices > tp:
@@ -395,32 +400,25 @@ def _distinct(candidates: Iterable[Layout], estimator: Estimator) -> list[Layout
 
 def _ranks(trace: Trace, devices: int, per_node: int) -> Iterator[tuple[int, int]]:
     """Ranks of tensor and of context parallelism that divide a trace, together inside a node."""
-    heads = divisible(trace)
-    plain = "lora_rank" not in trace.meta and trace.meta.get("loss") != "chunked"
-    dense, by_expert = plain and "expert_loads" not in trace.meta, plain and bool(experts_of(trace))
     inside = [ranks for ranks in _divisors(devices) if ranks <= per_node]
-    for cp in inside:
-        try:
-            check_context(trace, cp)
-        except LayoutError:
-            continue
-        for tp in inside:
-            whole = tp == 1 or (heads and heads % tp == 0)
-            divides = dense or by_expert or tp * cp == 1
-            if devices % (tp * cp) == 0 and tp * cp <= per_node and whole and divides:
-                yield tp, cp
+    for cp, tp in product(inside, inside):
+        whole = devices % (tp * cp) == 0 and tp * cp <= per_node
+        if whole and _is_valid(check_context, trace, cp) and _is_valid(check_division, trace, tp, False, cp):
+            yield tp, cp
+
+
+def _is_valid(check: Callable[..., None], *arguments: object) -> bool:
+    """Whether a check of a layout raises no LayoutError."""
+    try:
+        check(*arguments)
+    except LayoutError:
+        return False
+    return True
 
 
 def _among_experts(trace: Trace, replicas: int) -> list[int]:
     """How many of so many replicas may divide the experts of a trace, 1 among them."""
-    found = []
-    for ep in _divisors(replicas):
-        try:
-            check_experts(trace, ep)
-        except LayoutError:
-            continue
-        found.append(ep)
-    return found
+    return [ep for ep in _divisors(replicas) if _is_valid(check_experts, trace, ep)]
 
 
 def _divisors(number: int) -> list[int]:

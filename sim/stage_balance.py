@@ -9,8 +9,11 @@ the choice is PipeDream's (`sim.rewrites.stage_partition`), without replicated s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
+from sim.errors import LayoutError
 from sim.hardware.cost import op_times
+from sim.hardware.nodes import hop_rates
 from sim.hardware.platform import Platform
 from sim.rewrites.dapple_planner import LayerTimes, Machines, plan
 from sim.rewrites.pipeline import parts_of
@@ -51,11 +54,15 @@ def layer_costs(trace: Trace, machine: Platform, share: int) -> list[LayerCost]:
     return [LayerCost(*each) for each in zip(time, sent, weights, forward, strict=True)]
 
 
-def balanced(costs: Sequence[LayerCost], machine: Platform, device: Sequence[int]) -> tuple[int, ...]:
-    """How many layers each part gets. costs: of each layer, of a rank's part of a microbatch. device: of each part."""
+def balanced(costs: Sequence[LayerCost], machine: Platform, device: Sequence[int], ranks: int = 1) -> tuple[int, ...]:
+    """How many layers each part gets.
+
+    costs: of each layer, of a rank's part of a microbatch. device: of each part. ranks: devices of each stage.
+    """
+    rate, between = _inside(machine), _between(machine, device, ranks)
     if len(set(device)) < len(device):
-        return shared(costs, device, _inside(machine))
-    return partition(costs, len(device), _inside(machine), len(device), replicated=False).layers
+        return shared(costs, device, rate, between)
+    return partition(costs, len(device), rate, len(device), replicated=False, hops=between).layers
 
 
 def by_latency(
@@ -67,11 +74,12 @@ def by_latency(
     replicas: of each stage, next to each other. ranks: among which a replica's layers are divided.
     """
     times = [LayerTimes(c.forward, c.time - c.forward, c.sent, c.weights // ranks) for c in costs]
-    inside = _inside(machine)
-    between = machine.networks[0].rate if machine.networks else inside
+    inside, networks = _inside(machine), machine.networks
     each = max(min(machine.devices // ranks, stages * replicas), 1)
     nodes = -(-stages * replicas // each)
-    where = Machines((each,) * nodes, inside, between)
+    nested = tuple((max(outer.per_node // (each * ranks), 1), net.rate) for net, outer in pairwise(networks))
+    between = networks[-1].rate if networks else inside
+    where = Machines((each,) * nodes, inside, between, tuple(level for level in nested if level[0] < nodes))
     found = plan(times, where, micro_batches, stages=stages, replicas=replicas, ways=("append",))
     return tuple(stage.layers for stage in found)
 
@@ -81,6 +89,16 @@ def _inside(machine: Platform) -> int:
     homes = [machine.home(device).name for device in range(min(machine.devices, 2))]
     route = machine.route(*homes) if len(homes) == 2 else ()
     return min((machine.links[i].rate for i in route), default=10**18)
+
+
+def _between(machine: Platform, device: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Bytes per second from each part to the next one; () where all are as fast, or nothing is known of the links."""
+    inside = _inside(machine)
+    try:
+        rates = tuple(rate or inside for rate in hop_rates(machine, device, ranks))
+    except LayoutError:
+        return ()
+    return () if {*rates} <= {inside} else rates
 
 
 def _engines(trace: Trace) -> list[str]:

@@ -151,6 +151,27 @@ def headed() -> Trace:
     return transformer(config, batch=8, sequence=256, precision="mixed_bf16")
 
 
+FLASH = {"precision": "mixed_bf16", "attention": "flash", "dropout": 0.0}
+
+
+@pytest.mark.parametrize(("config", "options"), [
+    ({**MIXTRAL, "experts_implementation": "loop"}, {}), (CONFIG, {"loss": "chunked"}), (CONFIG, {"lora_rank": 4}),
+], ids=["loop", "chunked", "lora"])  # fmt: skip
+def test_what_ranks_can_divide_is_searched(config: dict, options: dict) -> None:
+    """One sample leaves nothing but ranks and stages: all of them run, and the best of all is found."""
+    given = {key: value for key, value in FLASH.items() if config is CONFIG or key != "dropout"}
+    trace = transformer(config, batch=1, sequence=16, **given, **options)
+    times = {}
+    for layout in layouts(trace, 4, 4):
+        divided, platform = lay_out(trace, "a100_80_sxm", layout)
+        times[layout] = simulate(divided, platform).log.end
+    shapes = {(layout.tp, layout.cp, layout.pp) for layout in times}
+    assert shapes >= {(2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2)}
+    found = search_layouts(trace, "a100_80_sxm", 4, ["keep_all"], most=len(times))
+    tried = {row.layout: row.makespan_ns for row in found.rows}
+    assert times.items() <= tried.items()  # and ways to exchange the same
+
+
 def test_stages_may_have_unequal_numbers_of_layers(base: Trace, headed: Trace) -> None:
     found = list(layouts(headed, 4, 8, ["1f1b", "interleaved"]))
     assert {layout.pp for layout in found if not layout.layers} == {1, 2}  # four stages do not divide six layers

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
+
+from scripts.parallel_page.measure import published
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
+KEPT = {
+    "none": "everything", "seq": "everything, sequence parallel", "sel": "all but attention's core",
+    "seqsel": "all but attention's core, sequence parallel", "full": "layers' inputs",
+}  # fmt: skip
 PRINTED_ZERO = {
     4: (52.5, 41.3, 30.0), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88), 256: (30.4, 15.4, 0.47),
     1024: (30.1, 15.1, 0.12),
@@ -100,6 +107,79 @@ def context(rows: Rows) -> list[str]:
         times = " | ".join(f"{row['seconds']:.2f} | {row['seconds'] * row['exposed']:.2f}" for row in (whole, blocks))
         peaks = ", ".join(f"{row['peak_gib'][0]:.1f}" for row in (whole, blocks))
         lines.append(f"| `{profile}` | {tokens:,} | {times} | {peaks} |")
+    return lines
+
+
+def memory(rows: Rows) -> list[str]:
+    """What the first stage of four models holds."""
+    lines = [
+        "## What the first stage holds",
+        "",
+        f"{published()['sources']['memory']}: GiB on a",
+        "device of the first stage of the four models above, with Megatron-LM's 18 bytes of training state per",
+        "parameter (`megatron_bf16`, `gradient_buffer`). State and activations are those of the layers, as printed:",
+        "what exists from the start, and what forward has made that waits for backward when most microbatches are in",
+        "flight. Printed activations of three of the five ways are percentages of the first one, read off a plot. Peak",
+        "is all that a device holds at once. It is above the printed sum by what that leaves out: the embedding, with",
+        "positions that each rank holds whole (in 530B 2.9 GiB), what backward makes, what other stages have sent, a",
+        "layer that is recomputed, masks of scores, which eager attention reads, and in 22B the logits.",
+        "",
+        "| model | kept | state, printed | here | activations, printed | here | difference | sum, printed | peak |",
+        "| --- " * 9 + "|",
+    ]
+    offs, peaks = [], []
+    for row in rows.get("memory", ()):
+        state, activations = printed_memory(row)
+        offs.append(row["activations_gib"] / activations - 1)
+        peaks.append(row["peak_gib"] / (state + activations) - 1)
+        lines.append(
+            f"| {row['model']} | {KEPT[row['way']]} | {state:.2f} | {row['state_gib']:.2f} | {activations:.2f} "
+            f"| {row['activations_gib']:.2f} | {offs[-1]:+.1%} | {state + activations:.1f} | {row['peak_gib']:.1f} |"
+        )
+    if offs:
+        lines += [
+            "",
+            f"Activations differ by {median(map(abs, offs)):.1%} in the median, from {min(offs):+.1%} to "
+            f"{max(offs):+.1%}; the peak is {median(peaks):.1%} above the sum in the median, up to {max(peaks):.1%}.",
+        ]
+    return lines
+
+
+def printed_memory(row: Row) -> tuple[float, float]:
+    """GiB of state and of activations that are printed for a row."""
+    state, none, both, *percents = next(each[1:] for each in published()["memory"] if each[0] == row["model"])
+    known = {"none": none, "seqsel": both}
+    shares = dict(zip(("seq", "sel", "seqsel", "full"), percents, strict=True))
+    return state, known[row["way"]] if row["way"] in known else none * shares[row["way"]] / 100
+
+
+def cost(rows: Rows) -> list[str]:
+    """What a pipeline costs to simulate."""
+    found = {(row["what"], row["policy"]): row for row in rows.get("cost", ())}
+    lines = [
+        "## What it costs to simulate",
+        "",
+        "GPT-3 175B in 64 microbatches by classes of symmetric ranks, beside one of its stages alone, and beside one",
+        "device with a stage's layers: microseconds of processor time per op, the least of three tries. The engine",
+        "goes through all events here; a single device that needs none of them is computed as arrays, in a hundredth",
+        "of it. Replayed, an op of a pipeline costs little more than one of a stage. That costs more than one of a",
+        "plain device for its collectives, a quarter of the ops, each of which queues for links: some 40 µs. Laid out,",
+        "planned and replayed an op costs less than twice what it does on a plain device.",
+        "",
+        "| devices | policy | ops | build | plan | replay | times a stage's | times a plain device's "
+        "| in all | times a plain device's |",
+        "| --- " * 10 + "|",
+    ]
+    plain, stage = "one device", "one stage of eight ranks"
+    for (what, policy), row in found.items():
+        every = {other: found.get((other, policy), row) for other in (what, plain, stage)}
+        total = {k: each["build_us"] + each["plan_us"] + each["replay_us"] for k, each in every.items()}
+        of_stage, of_plain = (f"{row['replay_us'] / every[k]['replay_us']:.1f}" for k in (stage, plain))
+        numbers = f"{row['build_us']:.1f} | {row['plan_us']:.1f} | {row['replay_us']:.1f}"
+        lines.append(
+            f"| {what} | `{policy}` | {row['ops']:,} | {numbers} | {of_stage if what != plain else '–'} | {of_plain} "
+            f"| {total[what]:.1f} | {total[what] / total[plain]:.1f} |"
+        )
     return lines
 
 

@@ -58,6 +58,7 @@ class Job:
     batch: int
     sequence_parallel: bool
     recompute: str
+    async_sums: bool = False
 
     def run(self) -> tuple[float, int]:
         """Seconds of an iteration, and the peak of the first stage in bytes."""
@@ -74,7 +75,7 @@ class Job:
         layout = {
             "tp": self.tp, "pp": self.pp, "dp": self.dp, "micro_batches": self.micro_batches,
             "sequence_parallel": self.sequence_parallel, "schedule": "interleaved" if self.chunks > 1 else "1f1b",
-            "chunks": self.chunks,
+            "chunks": self.chunks, "async_sums": self.async_sums,
         }  # fmt: skip
         trace, platform = lay_out(base, PROFILE, layout, kernels=partial(with_stack, stack="fused"))
         core = {"recompute": "attention_core"} if self.recompute == "selective_recompute" else {}
@@ -108,10 +109,13 @@ def measure(
 ) -> dict[str, list[Row]]:
     """All tables; those not named in `only`, where it names some, stay as they were."""
     from scripts.parallel_page import inside
+    from scripts.parallel_page.cost import cost
+    from scripts.parallel_page.memory import memory
 
     rows = {key: list(part) for key, part in old.items()}
     makers = {"korthikanti": _korthikanti, "megatron": _megatron, "schedules": _schedules}
     makers |= {name: getattr(inside, name) for name in ("experts", "machines", "policies", "context", "zero")}
+    makers |= {"memory": memory, "cost": cost}
     for name, make in makers.items():
         if name in only or not only:
             rows[name] = []
@@ -131,9 +135,11 @@ def _korthikanti() -> Iterator[Row]:
             (None, replace(job, recompute="keep_all")),
         ):
             seconds, peak = how.extended()
+            beside, _ = replace(how, async_sums=True).extended()
             yield {
                 "model": name, "recompute": how.recompute, "sequence_parallel": how.sequence_parallel,
                 "printed_s": printed, "simulated_s": round(seconds, 3), "peak_gib": round(peak / 2**30, 2),
+                "async_s": round(beside, 3),
             }  # fmt: skip
 
 

@@ -23,15 +23,18 @@ Where several networks lie one outside the other (in a rack, between racks), eac
 that the inner ones join, with r ranks in each, (q - 1) (A' + m / (q r B')); an all-to-all sends what stays inside each
 over that network alone, and each has its own wires. Two stages exchange data over the innermost one that joins them.
 
-Where ranks divide tokens, what they exchange in attention shares wires with the sums of gradients beside it, if both
-are inside nodes or both between them; of an exchange inside nodes and a sum among them, each has its own.
+What a device sends to other stages and round its rings shares the links inside the node, and each network, fairly, and
+so does what it receives. A ring that uses several of them charges each with its part of the bytes. Where ranks divide
+tokens, what they exchange in attention and the sums of gradients beside it go one after the other, if both are inside
+nodes or both between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise, permutations
 
 from sim.errors import LayoutError
 from sim.hardware.platform import Engine, Link, Member, Network, Platform, Pool, Tier, rank_link, shared_link
@@ -59,6 +62,36 @@ def placed(
     if ranks * tensor * context == 1 and stages <= platform.devices:
         return platform
     return _Placement(platform, stages, ranks, tensor, experts, context, group, neighbours).platform()
+
+
+def hop_rates(platform: Platform, device: Sequence[int], ranks: int = 1) -> tuple[int, ...]:
+    """Bytes per second of a rank of each part of a model to its counterpart in the next one, over the link that they
+    have; 0 where both are on one device.
+
+    platform: one node. device: of each part, one of its stage's. ranks: devices of a stage.
+
+    Raises LayoutError as `placed` does.
+    """
+    stages = max(device, default=0) + 1
+    if ranks == 1 and stages <= platform.devices:
+        homes = [platform.home(d).name for d in device]
+        routes = [platform.route(start, end) if start != end else () for start, end in pairwise(homes)]
+        if any(start != end and not route for (start, end), route in zip(pairwise(homes), routes, strict=True)):
+            raise LayoutError(f"devices: {platform.name} has no link from one device to the next; nearest: 1")
+        return tuple(min((platform.links[i].rate for i in route), default=0) for route in routes)
+    placement = _Placement(platform, stages, ranks, 1, 1, 1, 1, False)
+    return tuple(placement.hop(a, b).rate if a != b else 0 for a, b in pairwise(device))
+
+
+def ring_rates(
+    platform: Platform, stages: int, replicas: int, tensor: int = 1, experts: int = 1, context: int = 1
+) -> dict[str, tuple[int, int]]:
+    """Per axis along which ranks exchange (`rank_link`) bytes per second of what each sends, and ns of one pass.
+
+    Arguments as for `placed`, which raises the same errors.
+    """
+    placement = _Placement(platform, stages, replicas, tensor, experts, context, 1, False)
+    return {axis: placement.rate_of(axis, ranks, on) for axis, ranks, on in placement.rings() if ranks > 1}
 
 
 class _Placement:
@@ -199,24 +232,27 @@ class _Placement:
     def _between(self) -> Iterator[Link]:
         """The links from stage to stage, of the ranks that are simulated."""
         home = [self._tier(self.node.home(0).name, s) for s in range(self.stages)]
-        first = [s * self.ranks for s in range(self.stages)]
-        for i in range(self.stages):
-            for j in range(self.stages):
-                if i == j:
-                    continue
-                if first[i] // self.per_node == first[j] // self.per_node:
-                    link = self._inside()
-                    yield replace(link, name=f"{link.name.partition('@')[0]}@{i}-{j}", source=home[i], target=home[j])
-                else:
-                    net = next(net for size, net in self.levels if first[i] // size == first[j] // size)
-                    yield Link(f"{net.name}@{i}-{j}", home[i], home[j], net.rate, net.fixed)
+        for i, j in permutations(range(self.stages), 2):
+            over = self.hop(i, j)
+            name = f"{over.name.partition('@')[0]}@{i}-{j}"
+            if isinstance(over, Link):
+                yield replace(over, name=name, source=home[i], target=home[j])
+            else:
+                yield Link(name, home[i], home[j], over.rate, over.fixed)
+
+    def hop(self, i: int, j: int) -> Link | Network:
+        """What joins the first ranks of two stages: a link inside a node, or the innermost network."""
+        first, second = i * self.ranks, j * self.ranks
+        if first // self.per_node == second // self.per_node:
+            return self._inside()
+        return next(network for size, network in self.levels if first // size == second // size)
 
     def _inside(self) -> Link:
         if self.inner is None:
             raise LayoutError(f"devices: {self.node.name} has no link from one device to the next; nearest: 1")
         return self.inner
 
-    def _rings(self) -> Iterator[tuple[str, int, list[int]]]:
+    def rings(self) -> Iterator[tuple[str, int, list[int]]]:
         """Along which axis how many ranks exchange, and how many are on a node, and in reach of each network."""
         of_levels = [list(self._along(size)) for size in (self.per_node, *(size for size, _ in self.levels))]
         for which in zip(*of_levels, strict=True):
@@ -246,10 +282,10 @@ class _Placement:
     def _among_ranks(self) -> Iterator[Link]:
         """Per stage a link for the rings of its ranks: its rate is for what each sends, its fixed time for one pass."""
         fastest: dict[int, int] = {}
-        for axis, ranks, on in self._rings():
+        for axis, ranks, on in self.rings():
             if ranks == 1:
                 continue
-            rate, fixed = {"expert": self._all_to_all, "neighbour": self._hop}.get(axis, self._ring)(ranks, on)
+            rate, fixed = self.rate_of(axis, ranks, on)
             for s in range(self.stages):
                 home = self._tier(self.node.home(0).name, s)
                 yield Link(rank_link(axis, s), home, home, rate, fixed)
@@ -259,9 +295,13 @@ class _Placement:
                 home = self._tier(self.node.home(0).name, s)
                 yield Link(shared_link(s), home, home, rate)
 
+    def rate_of(self, axis: str, ranks: int, on: list[int]) -> tuple[int, int]:
+        """Rate and fixed time of what so many ranks exchange along an axis, so many of them on a node, and so on."""
+        return {"expert": self._all_to_all, "neighbour": self._hop}.get(axis, self._ring)(ranks, on)
+
     def _sums_beside_attention(self) -> bool:
         """Whether keys and values go over the same wires as sums of gradients: all inside a node, or all between."""
-        spans = {axis: (ranks, on[0]) for axis, ranks, on in self._rings() if axis in ("context", "data_context")}
+        spans = {axis: (ranks, on[0]) for axis, ranks, on in self.rings() if axis in ("context", "data_context")}
         inside = all(g == ranks for ranks, g in spans.values())
         return self.context > 1 and (inside or all(g == 1 for _, g in spans.values()))
 
@@ -332,14 +372,36 @@ class _Placement:
             yield Pool(pool.name, tuple(copies), rate)
 
     def _egress(self, links: tuple[Link, ...]) -> Iterator[Pool]:
-        """What a stage can send, and receive, over all its links to other stages together, inside and between nodes."""
+        """What a stage can send, and receive, of all that goes over the same wires, inside and between nodes: that
+        of other stages, and round its rings."""
         rates = {self.inner.name.partition("@")[0]: self.inner_rate} if self.inner is not None else {}
         rates |= {network.name: network.rate for _, network in self.levels}
+        rings = [(axis, self._charges(axis, ranks, on)) for axis, ranks, on in self.rings() if ranks > 1]
         for stem, rate in rates.items():
             own = [link for link in links if link.name.startswith(f"{stem}@") and "-" in link.name]
             for s in range(self.stages):
                 home = self._tier(self.node.home(0).name, s)
+                round_it = tuple(Member(rank_link(axis, s), part[stem]) for axis, part in rings if part.get(stem))
                 for way, end in (("out", "source"), ("in", "target")):
-                    members = tuple(Member(link.name) for link in own if getattr(link, end) == home)
-                    if len(members) > 1:
+                    members = *(Member(link.name) for link in own if getattr(link, end) == home), *round_it
+                    if len(members) > 1 and (way == "out" or len(members) > len(round_it)):
                         yield Pool(f"{stem}_{way}@{s}", members, rate)
+
+    def _charges(self, axis: str, ranks: int, on: list[int]) -> dict[str, Fraction]:
+        """Of each byte that a rank sends along an axis, how much goes over links inside nodes and over each network.
+
+        A ring uses one after the other, each at its full rate for its part of the time: what it charges is the mean.
+        """
+        inside = self.inner.name.partition("@")[0] if self.inner is not None else ""
+        spans = [*self._spans(ranks, on)]
+        if axis == "neighbour":  # as the rank whose hop is the slowest
+            hops = [(self.inner_rate, inside)] if on[0] > 1 else []
+            return {min([*hops, *((network.rate, network.name) for _, _, network in spans)])[1]: Fraction(1)}
+        if axis == "expert":
+            found = {network.name: Fraction(together - before, ranks - 1) for before, together, network in spans}
+            return {inside: Fraction(on[0] - 1, ranks - 1), **found}
+        whole, found = Fraction(ranks - 1, ranks), {inside: Fraction(on[0] - 1, on[0])}
+        for before, together, network in spans:
+            k = -(-together // before)
+            found[network.name] = Fraction(k - 1, k * before)
+        return {stem: part / whole for stem, part in found.items()}

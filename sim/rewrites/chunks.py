@@ -3,7 +3,10 @@
 Chunks are counted from the first token of what an iteration runs together. A microbatch counts its own tokens: of m
 tokens it has ceil(m / 1,024) chunks, whose ends need not be those of any chunk of the whole batch. So chunks are joined
 before the samples are divided (`joined`: one product, one loss and one product back for all tokens, whose operands are
-those of the chunks, one behind the other), and each microbatch's are cut afterwards (`cut`).
+those of the chunks, one behind the other), and each microbatch's are cut afterwards (`cut`). So they are where tokens
+or the vocabulary are divided among ranks: a rank has chunks of its own tokens; of divided columns it exchanges what the
+rows of each chunk need (`Rowwise`), and the gradient of the head's input is a term of a sum over the ranks. Such a
+kernel is Liger-Kernel's `LigerFusedLinearScaledCrossEntropyTPFunction` (pull request 1428).
 
 Both steps are rewrites that the law checks. The first leaves nothing out, each of its ops being those of all chunks;
 what is divided is a rewrite of its result, see `sim.rewrites.values.departures`.
@@ -12,6 +15,7 @@ what is divided is a rewrite of its result, see `sim.rewrites.values.departures`
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sim.rewrites.batching import batched
@@ -86,57 +90,104 @@ def cut(trace: Trace, chunks: Chunks) -> Trace:
 
     trace: as it has been divided; what it stands for is `as_base` of the joined trace.
     """
-    assert trace.origin is not None
-    of, tensors = [_only(expr) for expr in trace.origin.ops], list(trace.tensors)
-    wide = {op.id for op in trace.ops if of[op.id] == chunks.chunk and _tokens(trace, op) > chunks.rows}
-    logits = {trace.writes(op)[0] for op in wide}
-    losses = {r for t in logits for r in trace.readers(t) if of[r] == chunks.loss}
-    slopes = {trace.writes(op)[0]: trace.reads(op) for op in losses}
-    if not wide:
-        return trace
-    new = Rewriter(trace)
-    ids = new.all_tensors(without=logits | slopes.keys())
-    has_rows = {-1: False, **dict(enumerate(batched(chunks.trace).tolist()))}
-    rows = {t for t, expr in enumerate(trace.origin.tensors) if has_rows[_only(expr)]}
-    name = chunks.trace.op_columns.name
-    for op in trace.ops:
-        if op.id in wide or op.id in losses:
-            continue
-        if of[op.id] != chunks.back or op.reads[0] not in slopes:
-            new.op(op, reads=[ids[t] for t in op.reads], writes=[ids[t] for t in op.writes])
-            continue
-        whole, labels = slopes[op.reads[0]]
-        loss, product = (trace.ops[int(trace.producer[t])] for t in (op.reads[0], whole))
-        tokens, operands = _tokens(trace, product), [ids[t] for t in op.reads[1:3]]
-        before, last = list(op.reads[3:]), list(op.writes)
-        sums = [ids[t] for t in before]
-        for number, first in enumerate(range(0, tokens, chunks.rows), 1):
-            stop = min(first + chunks.rows, tokens)
-            some = first, stop, tokens
-            part, slope = (_rows(new, tensors[t], f"{tensors[t].name}.{number}", *some) for t in (whole, op.reads[0]))
+    of_base = _Cut(trace, chunks)
+    return of_base.build() if of_base.wide else trace
+
+
+class _Cut:
+    """What `cut` makes of a trace.
+
+    of: per op the one of the joined trace of which it is a share, -1 for none.
+    wide: products of more tokens than a chunk has. losses: those of their logits.
+    exchanged: per loss the ops by which ranks tell each other of their columns what its rows need.
+    slopes: by what a loss makes, what it reads.
+    """
+
+    def __init__(self, trace: Trace, chunks: Chunks) -> None:
+        assert trace.origin is not None
+        self.trace, self.chunks = trace, chunks
+        self.of, self.tensors = [_only(expr) for expr in trace.origin.ops], list(trace.tensors)
+        is_wide = (op.id for op in trace.ops if self.of[op.id] == chunks.chunk and _tokens(trace, op) > chunks.rows)
+        self.wide = set(is_wide)
+        self.logits = {trace.writes(op)[0] for op in self.wide}
+        self.losses = {r for t in self.logits for r in trace.readers(t) if self.of[r] == chunks.loss}
+        self.slopes = {trace.writes(op)[0]: trace.reads(op) for op in self.losses}
+        self.exchanged = {op: _exchange(trace, trace.reads(op)) for op in self.losses}
+        has_rows = {-1: False, **dict(enumerate(batched(chunks.trace).tolist()))}
+        self.rows = {t for t, expr in enumerate(trace.origin.tensors) if has_rows[_only(expr)]}
+
+    def build(self) -> Trace:
+        """The new trace."""
+        trace = self.trace
+        between = {each for ops in self.exchanged.values() for each in ops}
+        told = {t for op in between for t in trace.writes(op)}
+        self.new = new = Rewriter(trace)
+        self.ids = ids = new.all_tensors(without=self.logits | self.slopes.keys() | told)
+        for op in trace.ops:
+            if op.id in self.wide or op.id in self.losses or op.id in between:
+                continue
+            if self.of[op.id] == self.chunks.back and op.reads[0] in self.slopes:
+                self._add_chunks(op)
+            else:
+                new.op(op, reads=[ids[t] for t in op.reads], writes=[ids[t] for t in op.writes])
+        carry = [(ids[a], ids[b]) for a, b in trace.carry]
+        return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
+
+    def _add_chunks(self, back: Op) -> None:
+        """Product, loss and product back of each chunk."""
+        trace, new, ids, tensors = self.trace, self.new, self.ids, self.tensors
+        whole, labels, *_ = self.slopes[back.reads[0]]
+        loss, product = (trace.ops[int(trace.producer[t])] for t in (back.reads[0], whole))
+        tokens, (weight, x) = _tokens(trace, product), (ids[t] for t in back.reads[1:3])
+        sums = [ids[t] for t in back.reads[3:]]
+        for number, first in enumerate(range(0, tokens, self.chunks.rows), 1):
+            some = first, min(first + self.chunks.rows, tokens), tokens
+            part, slope = (_rows(new, tensors[t], f"{tensors[t].name}.{number}", *some) for t in (whole, back.reads[0]))
             new.builder.take_over(slope, part)
-            grown = list[int]()
-            for t, over in zip(last, sums, strict=True):
-                if stop == tokens:
-                    new.builder.take_over(ids[t], over)
-                    grown.append(ids[t])
-                    continue
-                so_far: Expr = Microbatch(Same(t), 0, stop, tokens)
-                fields = {"name": f"{tensors[t].name}.{number}", "replaces": over, "saved_for": ""}
-                grown.append(new.tensor(tensors[t], Packed((so_far, None)) if t in rows else so_far, **fields))
-            for each, reads, writes in (
-                (product, [operands[1], operands[0]], [part]),
-                (loss, [part, ids[labels]], [slope]),
-                (op, [slope, *operands, *sums], grown),
-            ):
-                stands_for = Microbatch(Same(each.id), *some)
-                joint = name[of[each.id]]
-                own = each.name if number == 1 else each.name.replace(joint, f"{joint}.{number}", 1)
-                flops = slice_of(each.flops, *some)
-                new.op(each, stands_for, reads=reads, writes=writes, flops=flops, name=own)
+            grown = [self._sum(t, over, number, *some) for t, over in zip(back.writes, sums, strict=True)]
+            self._add(product, number, some, [x, weight], [part])
+            known = [part, ids[labels]]
+            if exchange := self.exchanged[loss.id]:
+                known.append(self._add_exchange(exchange, part, number, some))
+            self._add(loss, number, some, known, [slope])
+            self._add(back, number, some, [slope, weight, x, *sums], grown)
             sums = grown
-    carry = [(ids[a], ids[b]) for a, b in trace.carry]
-    return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
+
+    def _sum(self, t: int, over: int, number: int, first: int, stop: int, tokens: int) -> int:
+        """A sum of gradients after a chunk, in the place of the one before; after the last one it is the result."""
+        if stop == tokens:
+            self.new.builder.take_over(self.ids[t], over)
+            return self.ids[t]
+        so_far: Expr = Microbatch(Same(t), 0, stop, tokens)
+        fields = {"name": f"{self.tensors[t].name}.{number}", "replaces": over, "saved_for": ""}
+        return self.new.tensor(self.tensors[t], Packed((so_far, None)) if t in self.rows else so_far, **fields)
+
+    def _add_exchange(self, ops: Sequence[int], logits: int, number: int, some: tuple[int, int, int]) -> int:
+        """What ranks tell each other of a chunk's rows."""
+        told = logits
+        for each in (self.trace.ops[op] for op in ops):
+            t = self.tensors[each.writes[0]]
+            found = _rows(self.new, t, f"{t.name}.{number}", *some)
+            if each.kind == "collective":
+                self.new.builder.take_over(found, told)
+            self._add(each, number, some, [told], [found])
+            told = found
+        return told
+
+    def _add(
+        self, like: Op, number: int, some: tuple[int, int, int], reads: Sequence[int], writes: Sequence[int]
+    ) -> None:
+        """An op for the rows of a chunk."""
+        of_base, name = self.of[like.id] >= 0, self.chunks.trace.op_columns.name
+        joint = name[self.of[like.id]] if of_base else name[self.chunks.loss]
+        own, group = (
+            text if number == 1 else text.replace(joint, f"{joint}.{number}", 1) for text in (like.name, like.group)
+        )
+        touched = like.bytes if of_base or like.bytes is None else slice_of(like.bytes, *some)
+        self.new.op(
+            like, Microbatch(Same(like.id), *some) if of_base else None, reads=reads, writes=writes, name=own,
+            flops=slice_of(like.flops, *some), bytes=touched, group=group,
+        )  # fmt: skip
 
 
 def _chunks(trace: Trace) -> list[tuple[Op, Op, Op]]:
@@ -172,9 +223,22 @@ def _join(new: Rewriter, parts: tuple[Op, ...], **fields: object) -> int:
     )  # fmt: skip
 
 
+def _exchange(trace: Trace, reads: Sequence[int]) -> list[int]:
+    """The ops by which ranks tell each other of their columns what the rows of a loss need, in order; [] for none.
+
+    reads: of the loss: logits, labels and, where there are such ranks, what they have told.
+    """
+    ops, logits = list[int](), reads[0]
+    for t in reads[2:]:
+        while t != logits:
+            ops.append(int(trace.producer[t]))
+            (t,) = trace.reads(ops[-1])
+    return ops[::-1]
+
+
 def _rows(new: Rewriter, t: Tensor, name: str, first: int, stop: int, count: int) -> int:
     """Some rows of a tensor."""
-    shape = (stop - first, *(t.shape or ())[1:])
+    shape = None if t.shape is None else (stop - first, *t.shape[1:])
     size = slice_of(t.bytes, first, stop, count)
     return new.tensor(t, Microbatch(Same(t.id), first, stop, count), name=name, bytes=size, shape=shape, replaces=None)
 

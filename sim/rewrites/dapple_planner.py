@@ -15,8 +15,9 @@ microbatch on one stage; with it the latency is the sum of two maxima, one over 
 
     max over Q of (sum of F + B up to Q + (M - 1) (F_Q + B_Q)) + max over s of (AR_s - sum of B before s)
 
-so that the search is exact among these placements, where the paper's is not. A sum over devices is as fast as the
-slower of the links that it needs.
+so that the search is exact among these placements, where the paper's is not. A sum over devices goes inside machines
+first, then among them, over each network with what the one before has left (`sim.hardware.nodes`); what is sent goes
+over the outermost one that it needs.
 """
 
 from __future__ import annotations
@@ -50,11 +51,19 @@ class Machines:
     """Where a pipeline may run.
 
     devices: of each machine. inside, between: bytes per second of a device to another one of its machine, of another.
+    nested: networks inside of the one between all machines, from inside to outside: how many machines next to each
+        other each joins, and bytes per second of a device.
     """
 
     devices: tuple[int, ...]
     inside: int
     between: int
+    nested: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def levels(self) -> tuple[tuple[int, int], ...]:
+        """How many machines are joined, and bytes per second of a device, from one machine to all of them."""
+        return ((1, self.inside), *self.nested, (max(len(self.devices), 1), self.between))
 
 
 class Stage(NamedTuple):
@@ -112,15 +121,21 @@ def _stage_times(
 def _sent(size: int, start: tuple[int, ...], end: tuple[int, ...], machines: Machines) -> Fraction:
     """Time to hand a microbatch from the devices of a stage to those of the next: each of them sends its part."""
     joined = {k for k, count in enumerate(start) if count} | {k for k, count in enumerate(end) if count}
-    rate = machines.inside if len(joined) == 1 else machines.between
+    rate = next(rate for size, rate in machines.levels if min(joined) // size == max(joined) // size)
     return Fraction(size * 10**9, rate * min(sum(start), sum(end)))
 
 
 def _summed(size: int, devices: tuple[int, ...], machines: Machines) -> Fraction:
-    """Time of an all-reduce among devices: 2 (r - 1) / r of the bytes."""
-    r = sum(devices)
-    rate = machines.inside if sum(count > 0 for count in devices) == 1 else machines.between
-    return Fraction(2 * (r - 1) * size * 10**9, r * rate)
+    """Time of an all-reduce among devices, there and back: of g devices in each of k groups, a level of links passes
+    (k - 1) / (k g) of the bytes."""
+    together, fraction = 1, Fraction(0)
+    for joined, rate in machines.levels:
+        ends = range(0, len(devices), joined)
+        most = max((sum(devices[k : k + joined]) for k in ends), default=0)
+        groups = -(-most // together)
+        fraction += Fraction(groups - 1, groups * together * rate) if groups > 1 else 0
+        together = max(together, most)
+    return 2 * size * 10**9 * fraction
 
 
 def placements(

@@ -46,6 +46,8 @@ _COLUMN = re.compile(
 )
 _ROW = re.compile(rf"h\d+\.({'|'.join(map(re.escape, ROWS))}|mlp\.expert\d+\.down)\.(lora_A\.)?weight")
 _SUM = re.compile(r".*\.grad\.(add|accumulate)(\.\d+)?")
+_SCALED = re.compile(r".*\.bwd\.scale(\.\d+)?")
+"""What multiplies gradients that forward has computed by that of the loss (`workloads.losses`, `chunked`)."""
 _GRADIENT = re.compile(r"(.*)\.grad(\.part)?(\.\d+)?")
 
 
@@ -97,7 +99,7 @@ class Dimensions:
     def takes_terms(self, op: int) -> bool:
         """Whether an op is linear in all its reads, so that of terms of sums it computes a term of a sum."""
         it = self.ops[op]
-        return it.kind == "copy" or (it.kind == "elementwise" and bool(_SUM.fullmatch(it.name)))
+        return it.kind == "copy" or (it.kind == "elementwise" and bool(_SUM.fullmatch(it.name) or _is_scaled(it)))
 
     def rowwise(self, op: int) -> int:
         """The divided tensor whose rows the op needs as a whole, -1 for none."""
@@ -116,9 +118,23 @@ def operands(op: Op) -> tuple[int, ...]:
     """The reads that an op computes with; others it only holds, since autograd releases them when it ends."""
     if op.kind == "matmul" and op.phase == "backward":
         return op.reads[:2]
+    if has_sums(op):
+        return op.reads[:3]
+    if _is_scaled(op):
+        return op.reads[:1]
     if op.kind == "reduce":
         return op.reads[:1]
     return op.reads[:2] if op.kind == "loss" and op.phase == "forward" else op.reads
+
+
+def has_sums(op: Op) -> bool:
+    """Whether it computes gradients in forward, of a chunk of head and loss: it reads the slope, the head's weight, its
+    input, and the sums so far of all gradients that it adds to."""
+    return op.kind == "matmul" and op.phase == "forward" and len(op.reads) == 3 + len(op.writes) > 3
+
+
+def _is_scaled(op: Op) -> bool:
+    return op.kind == "elementwise" and bool(_SCALED.fullmatch(op.name))
 
 
 def dimensions(trace: Trace) -> Dimensions:
@@ -132,11 +148,18 @@ def _find(trace: Trace) -> Dimensions:
     family = tuple(owner(t.name, weights) or "" for t in tensors)
     of_weights = {t for op in ops if op.reads and all(family[r] for r in op.reads) for t in op.writes}  # dequantised
     tokens = {t.id for t in tensors if not family[t.id] and token_axis(trace, t.shape) >= 0} - of_weights
+    of_head = {
+        t for op in ops if has_sums(op) for t in (*op.reads[3:], *op.writes)
+    }  # sums: of the input, else of weights
+    of_head = {t for t in of_head if len(tensors[t].shape or ()) != 3}
+    tokens -= of_head
     sequence = own_tokens(trace)
     divided = {t.id for t in tensors if family[t.id] and is_divided(family[t.id])}
     by_name = {t.name: t.id for t in tensors}
     for op in ops:
         passes = _passes(op, divided, tensors)
+        if has_sums(op) and op.reads[0] in divided:
+            divided.update(of_head.intersection((*op.reads[3:], *op.writes)))
         for t in op.writes:
             if family[t]:
                 continue
@@ -229,6 +252,10 @@ def _is_linear(op: Op, tensors: list[Tensor]) -> bool:
 
 def _divides(op: Op, used: tuple[int, ...], has: frozenset[int], dimension: str) -> bool:
     parts, results = [t in has for t in used], [t in has for t in op.writes]
+    if has_sums(op):
+        return parts[0]
+    if op.kind == "elementwise" and not op.reads:
+        return any(results)
     if op.kind != "optimizer" and not any(parts) and not any(results):
         return False
     match op.kind:

@@ -11,7 +11,8 @@ once the pipeline is full; A(j, R) is the least for layers 0 … j on R machines
     A(j, R) = min over k and r of max(A(k, R - r), 2 a_k / rate, T(k + 1, j, r))
 
 Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018, arXiv:1806.03377, section 3.2;
-Narayanan et al., SOSP 2019, section 3.1. Departs: one level of machines. All of them are used.
+Narayanan et al., SOSP 2019, section 3.1. Departs: one level of machines; where each stage has one, what it sends may go
+over links of different rates. All machines are used.
 
 Where a device holds several parts of the model (`shared`), it takes the sum of their times, and its link the sum of
 what its parts hand on to other devices. Which parts are together is the schedule's, so that no cut divides the problem
@@ -79,7 +80,13 @@ def cost_of(layers: Sequence[LayerCost], sizes: Sequence[int], machines: Sequenc
 
 
 def partition(
-    layers: Sequence[LayerCost], machines: int, rate: int, stages: int = 0, *, replicated: bool = True
+    layers: Sequence[LayerCost],
+    machines: int,
+    rate: int,
+    stages: int = 0,
+    *,
+    replicated: bool = True,
+    hops: Sequence[int] = (),
 ) -> Partition:
     """The partition with the least time per microbatch; of several, the one whose last stages have the fewest layers.
 
@@ -87,6 +94,7 @@ def partition(
     rate: bytes per second between two of them.
     stages: how many are asked for; 0 leaves it open.
     replicated: whether a stage may run on several machines.
+    hops: where none does, bytes per second from each machine to the next one; () for `rate`.
 
     Raises TraceError where there are fewer layers than stages.
     """
@@ -95,6 +103,7 @@ def partition(
         raise TraceError(f"partition: {n} layers do not make {max(stages, machines)} stages; nearest: {n}")
     times, weights = ([0, *accumulate(getattr(each, name) for each in layers)] for name in ("time", "weights"))
     sent = [0, *(_there_and_back(each) for each in layers)]
+    slower = _slower(hops, rate)
     best: dict[tuple[int, int, int], tuple[Scaled, tuple[tuple[int, int], ...]]] = {(0, 0, 0): (0, ())}
     deepest = stages or min(n, machines)
     for used in range(1, machines + 1):
@@ -107,7 +116,8 @@ def partition(
                         if before is None:
                             continue
                         own = _stage(times[j] - times[k], weights[j] - weights[k], r, rate)
-                        worst = max(before[0], sent[k], own)
+                        handed = sent[k] * slower[stage - 2] if hops and stage > 1 else sent[k]
+                        worst = max(before[0], handed, own)
                         if found is None or worst < found[0]:
                             found = worst, (*before[1], (j - k, r))
                 if found is not None:
@@ -119,7 +129,7 @@ def partition(
     return Partition(tuple(size for size, _ in rows), tuple(r for _, r in rows), Fraction(slowest) / rate)
 
 
-def shared(layers: Sequence[LayerCost], device: Sequence[int], rate: int) -> tuple[int, ...]:
+def shared(layers: Sequence[LayerCost], device: Sequence[int], rate: int, hops: Sequence[int] = ()) -> tuple[int, ...]:
     """How many layers each part gets where devices hold several: the slowest device takes as little as can be.
 
     The best where there are at most `ALL` partitions, or layers between the first and the last one take equal times.
@@ -127,7 +137,7 @@ def shared(layers: Sequence[LayerCost], device: Sequence[int], rate: int) -> tup
     part; nor do two such moves, the first of them from the slowest device, where there are at most `TWO_MOVES` of them.
 
     layers: of the model, in order. device: of each part, in order; parts next to each other on one device send nothing.
-    rate: bytes per second between two devices.
+    rate: bytes per second between two devices. hops: from each part to the next one, where these differ; () for `rate`.
 
     Raises TraceError where there are fewer layers than parts.
     """
@@ -135,7 +145,8 @@ def shared(layers: Sequence[LayerCost], device: Sequence[int], rate: int) -> tup
     if parts > n:
         raise TraceError(f"partition: {n} layers do not make {parts} stages; nearest: {n}")
     even = tuple(n * (q + 1) // parts - n * q // parts for q in range(parts))
-    starts = even, partition(layers, parts, rate, parts, replicated=False).layers
+    starts = even, partition(layers, parts, rate, parts, replicated=False, hops=hops).layers
+    slower = _slower(hops, rate) or [1] * (parts - 1)
     times, sent = [0, *accumulate(each.time for each in layers)], [0, *map(_there_and_back, layers)]
     held = [[q for q in range(parts) if device[q] == d] for d in sorted(set(device))]
 
@@ -148,7 +159,7 @@ def shared(layers: Sequence[LayerCost], device: Sequence[int], rate: int) -> tup
         return slowest, each.count(slowest), max(own), sorted(each, reverse=True), sorted(own, reverse=True)
 
     def of_device(parts_of: Sequence[int], ends: Sequence[int]) -> Scaled:
-        handed = sum(sent[ends[q + 1]] for q in parts_of if q + 1 < parts and q + 1 not in parts_of)
+        handed = sum(slower[q] * sent[ends[q + 1]] for q in parts_of if q + 1 < parts and q + 1 not in parts_of)
         return max(sum(times[ends[q + 1]] - times[ends[q]] for q in parts_of) * rate, handed)
 
     def moved(sizes: tuple[int, ...], givers: Iterable[int]) -> Iterator[tuple[int, ...]]:
@@ -182,6 +193,11 @@ def _stage(time: int, weights: int, r: int, rate: int) -> Scaled:
     """Time per microbatch of a stage on r machines, ns times the rate."""
     slower = max(time * rate, 2 * (r - 1) * weights * 10**9)
     return slower if r == 1 else Fraction(slower, r)
+
+
+def _slower(hops: Sequence[int], rate: int) -> list[Scaled]:
+    """How many times as long bytes take over each hop as at a rate."""
+    return [1 if hop == rate else Fraction(rate, hop) for hop in hops]
 
 
 def _there_and_back(layer: LayerCost) -> int:

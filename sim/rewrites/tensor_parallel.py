@@ -58,6 +58,7 @@ from sim.rewrites.dimensions import (
     Dimensions,
     column_axis,
     dimensions,
+    has_sums,
     is_divided,
     operands,
     token_axis,
@@ -156,7 +157,7 @@ class _Division:
         used = operands(op)
         self._sum_gradients(op, used)
         if of_terms:
-            reads = [self.term[t][1] for t in op.reads]
+            reads = [self.term[t][1] if t in used else self._held(t) for t in op.reads]
         else:
             reads = [self._read(t, op, dimension) if t in used else self._held(t) for t in op.reads]
         if dimension == TENSOR and (rows := self.dims.rowwise(op.id)) >= 0:
@@ -205,7 +206,8 @@ class _Division:
         terms = {self.term[t][0] if t in self.term else "" for t in used}
         if len(terms) == 1 and "" not in terms and dims.takes_terms(op.id) and self._is_summed_later(op):
             return terms.pop(), True
-        by_tokens = any(t in dims.has[CONTEXT] if self.context else self._has_own_tokens(t) for t in used)
+        some = used or op.writes if self.context else used  # of what is filled with zeros, its results
+        by_tokens = any(t in dims.has[CONTEXT] if self.context else self._has_own_tokens(t) for t in some)
         if self.tokens and by_tokens and dims.divides(op.id, self.tokens):
             return self.tokens, False
         if self.context and self._mixes_tokens(op):
@@ -250,7 +252,8 @@ class _Division:
             return self._add_tensor(t, dimension)
         if dimension == QUERIES or self.dims.sums(op.id) or self.dims.takes_terms(op.id):
             tensor = self.tensors[t]
-            new = self.new.tensor(tensor, self._share(Same(t), dimension), replaces=self._storage(t, "term"))
+            over = self._storage(t, WHOLE if has_sums(op) and tensor.replaces not in self.term else "term")
+            new = self.new.tensor(tensor, self._share(Same(t), dimension), replaces=over)
             self.term[t] = (dimension, new)
             return new
         return self._add_tensor(t, WHOLE)

@@ -498,7 +498,9 @@ class _Check:
             if not of_terms:
                 what = self.base.op_columns.name[leaf.id]
                 self.report("wrong", name, "", f"op {name!r}: {what!r} may not be divided along {expr.dimension!r}")
-        inner = shares if of_terms else parts | have
+        others = [t for t in dims.ops[leaf.id].reads if t not in used]
+        factors = {x for t in others for x in (_like(expr.of, t), replace(leaf, id=t))} & have
+        inner = shares | factors if of_terms else parts | have
         rows = dims.rowwise(leaf.id) if expr.dimension == TENSOR else -1
         if rows >= 0 and Rowwise(_like(expr.of, rows)) not in have:
             self.report("wrong", name, "", f"op {name!r} does not know the rows of {self.say(Same(rows))}")

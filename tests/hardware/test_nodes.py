@@ -7,11 +7,15 @@ from fractions import Fraction
 
 import pytest
 
+from sim.engine.replay import replay
 from sim.errors import LayoutError, ProfileError
 from sim.hardware.nodes import placed
 from sim.hardware.platform import Network, Platform, rank_link
 from sim.hardware.profile import load_profile
 from sim.layout import lay_out
+from sim.plan import Plan
+from sim.trace.builder import TraceBuilder
+from sim.trace.op import Ring
 from tests.hardware.machine import MACHINE as FULL
 from workloads import transformer
 
@@ -156,3 +160,92 @@ def test_networks_that_do_not_lie_one_outside_the_other_are_named(per_node, node
     with pytest.raises(ProfileError) as caught:
         load_profile(tmp_path / "m.toml")
     assert f"m.toml: {said}" in str(caught.value)
+
+
+# ---- one wire for all that goes over it ------------------------------------------------------------------
+# (within 1e-4: each of the chunks of a collective ends on a whole nanosecond)
+
+
+def exchanged(platform: Platform, axis: str, ring_bytes: int, sent: int, later: int = 0) -> tuple[int, int]:
+    """When a collective of the first stage, and a send to the second one, which begins at once, end.
+
+    later: ns after which the collective begins.
+    """
+    b = TraceBuilder()
+    x, y, there, z = b.tensor("x", sent, "input"), b.tensor("y", 8), b.tensor("there", sent), b.tensor("z", 8)
+    b.op("send", "send", reads=[x], group="p2p", bytes=sent)
+    b.op("compute", writes=[y], duration=later)
+    b.op("sum", "collective", reads=[y], writes=[z], bytes=ring_bytes, ring=Ring(axis, 4, 2), group="sum")
+    b.op("recv", "recv", writes=[there], group="p2p", device=1)
+    log = replay(Plan(b.build()), platform)
+    ends = {}
+    for op, bytes, end in zip(*(log.interval(column).tolist() for column in ("op", "bytes", "end")), strict=True):
+        if bytes:
+            ends[log.trace.op_columns.name[op]] = end
+    return ends["sum"], ends.get("recv", ends.get("send", 0))
+
+
+def without_latency(*networks: Network, devices: int) -> Platform:
+    """A node whose links send 100 GB/s, each way."""
+    changes = {"devices": str(devices), "links.nvlink.rate": "100 GB/s", "links.nvlink.egress": "100 GB/s"}
+    node = load_profile("a100_80_sxm", overrides={**changes, "links.nvlink.fixed": "0 us"})
+    return replace(node, networks=networks)
+
+
+def test_a_send_and_a_ring_inside_a_node_share_its_links() -> None:
+    """Two stages of four ranks in a node of 100 GB/s: 30 GB round the ring, 50 GB to the next stage from the start.
+
+    s   0    100 ms            700 ms      800 ms
+        send 100 GB/s | send 50 | ring 50 | send 100 GB/s
+    """
+    platform = placed(without_latency(devices=8), 2, 1, 4)
+    ring, send = exchanged(platform, "tensor", 30 * GB, 50 * GB, 100_000_000)
+    assert (ring, send) == (pytest.approx(700_000_000, rel=1e-4), pytest.approx(800_000_000, rel=1e-4))
+
+
+def test_a_ring_with_its_wires_to_itself_pays_the_latency_of_each_pass() -> None:
+    """Three steps of 1 ms, twice, and 30 GB at 100 GB/s, whatever might share the links with it."""
+    node = without_latency(devices=8)
+    slow = replace(node, links=tuple(replace(ln, fixed=10**6) if "nvlink" in ln.name else ln for ln in node.links))
+    ring, _ = exchanged(placed(slow, 2, 1, 4), "tensor", 30 * GB, 8, 10**7)
+    assert ring - 10**7 == pytest.approx(306_000_000, rel=1e-4)
+
+
+def test_a_ring_inside_and_a_send_between_nodes_have_wires_of_their_own() -> None:
+    platform = placed(without_latency(replace(HALL, per_node=4, rate=10 * GB, fixed=0), devices=4), 2, 1, 4)
+    ring, send = exchanged(platform, "tensor", 30 * GB, 5 * GB)
+    assert (ring, send) == (pytest.approx(300_000_000, rel=1e-4), pytest.approx(500_000_000, rel=1e-4))
+
+
+def test_a_ring_over_several_networks_charges_each_with_its_part() -> None:
+    """Four replicas, two in a node: a third of the bytes leave it, each rank's half of what the first pass left.
+
+    Of 6 GB, 4 go at 100 GB/s and 2 at 10: 240 ms alone. Beside a send of 5 GB over the network, which takes half of its
+    10 GB/s, the ring has 5 for the third part of its bytes: 15 GB/s in all, until it ends after 400 ms.
+    """
+    platform = placed(without_latency(replace(HALL, per_node=2, rate=10 * GB, fixed=0), devices=2), 2, 4)
+    alone, _ = exchanged(platform, "data", 6 * GB, 8)
+    assert alone == pytest.approx(240_000_000, rel=1e-4)
+    ring, send = exchanged(platform, "data", 6 * GB, 5 * GB)
+    assert ring == pytest.approx(400_000_000, rel=1e-4)
+    assert send == pytest.approx(400_000_000 + (5 - 2) / 10 * 1e9, rel=1e-4)
+
+
+def test_rings_along_two_axes_in_a_node_share_its_links() -> None:
+    """Layers divided among two ranks and two replicas of them, in one node: either ring leaves the other one half."""
+    platform = placed(without_latency(devices=4), 1, 2, 2)
+    b = TraceBuilder()
+    x, y = b.tensor("x", 8, "input"), b.tensor("y", 8)
+    b.op("data", "collective", reads=[x], writes=[y], bytes=40 * GB, ring=Ring("data", 2, 2), group="data")
+    b.op(
+        "tensor",
+        "collective",
+        reads=[x],
+        writes=[b.tensor("z", 8)],
+        bytes=10 * GB,
+        ring=Ring("tensor", 2, 2),
+        group="t",
+    )
+    log = replay(Plan(b.build()), platform)
+    ends = sorted(end for end, bytes in zip(log.interval("end"), log.interval("bytes"), strict=True) if bytes)
+    assert ends == [pytest.approx(200_000_000, rel=1e-4), pytest.approx(500_000_000, rel=1e-4)]

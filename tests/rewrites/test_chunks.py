@@ -1,4 +1,4 @@
-"""A chunked loss on replicas and in microbatches: each has chunks of its own tokens, and computes its part."""
+"""A chunked loss on replicas, in microbatches and among ranks: each has chunks of its own tokens, and its part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sim.analysis.peak_memory import peak_bytes, peak_memory
 from sim.conformance.replayed import run_policy
 from sim.conformance.suite import CHECKS, breaks
 from sim.engine.replay import replay
-from sim.errors import LayoutError
+from sim.errors import LayoutError, TraceError
 from sim.experiment import reference_run
 from sim.layout import lay_out
 from sim.plan import Plan
@@ -90,6 +90,65 @@ def test_each_part_computes_its_part(layout: dict, model: str, options: dict) ->
     late = {"delayed"} if layout.get("schedule") == "pipedream" else set()
     assert found(trace, base).keys() <= {"repeated"} | late
     assert found(all_ranks(trace), base).keys() <= {"repeated"} | late
+
+
+RANKS = [
+    {"tp": 2},
+    {"tp": 4, "micro_batches": 2, "sequence_parallel": True},
+    {"tp": 2, "dp": 2, "pp": 2, "micro_batches": 2, "zero": 1, "schedule": "zb_h1"},
+    {"cp": 2},
+    {"cp": 4, "dp": 2, "zero": 3},
+    {"cp": 2, "pp": 2, "micro_batches": 4, "ring_attention": True},
+    {"cp": 2, "tp": 2, "dp": 2, "micro_batches": 2, "sequence_parallel": True},
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"frozen": "embed,h0,h1,norm"}], ids=str)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("layout", RANKS, ids=str)
+def test_so_it_does_where_ranks_divide_tokens_or_the_vocabulary(layout: dict, model: str, options: dict) -> None:
+    if model == "gpt2" and "frozen" in options:
+        options = {"frozen": "h0,h1,ln_f"}
+    base = step(model, attention="flash", precision="mixed_bf16", **options)
+    trace, _ = lay_out(base, "a100_80_sxm", layout)
+    own = 8 * 700 // (layout.get("dp", 1) * layout.get("cp", 1))
+    assert (sum(products(trace)), max(products(trace)) <= CHUNK) == (own, True)
+    assert found(trace, base).keys() <= {"repeated"}
+    assert found(all_ranks(trace), base).keys() <= {"repeated"}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_ranks_tell_each_other_three_numbers_of_each_row_and_sum_the_gradient_of_the_heads_input(
+    sequence_parallel: bool, parts: int
+) -> None:
+    """Per row 12 bytes, there and back; of s b h 16-bit elements an all-reduce, or a reduce-scatter and no more."""
+    t, tokens, width = 4, 8 * 700, 32
+    base = step("llama", attention="flash", precision="mixed_bf16")
+    layout = {"tp": t, "sequence_parallel": sequence_parallel, "micro_batches": parts}
+    trace, _ = lay_out(base, "a100_80_sxm", layout)
+    sent = Counter()
+    for op in trace.ops:
+        if op.kind == "collective":
+            kind = (
+                "rows" if ".rows.all_reduce" in op.name else "norm.out.grad" if "norm.out.grad" in op.name else "other"
+            )
+            sent[kind] += op.bytes or 0
+    passes = 1 if sequence_parallel else 2
+    assert sent["rows"] == 2 * (t - 1) * tokens * 12 // t
+    assert sent["norm.out.grad"] == passes * (t - 1) * tokens * width * 2 // t
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2, "micro_batches": 2}], ids=str)
+def test_a_rank_without_its_terms_is_found(layout: dict) -> None:
+    """A chunk takes the slope of the one before, or adds to what was there before that one: planted, and found."""
+    base = step("llama", attention="flash", precision="mixed_bf16")
+    trace, _ = lay_out(base, "a100_80_sxm", layout)
+    first, second, *_ = (op for op in trace.ops if op.name.startswith("head.chunk.bwd"))
+    assert second.reads[3:] == first.writes
+    assert "wrong" in found(reading(trace, second.id, second.reads[0], first.reads[0]), base)
+    with pytest.raises(TraceError, match=r"'head\.dw.*': read after 'head\.chunk\.bwd.*' overwrote it"):
+        reading(trace, second.id, second.reads[-1], first.reads[-1])
 
 
 BERT = {

@@ -56,6 +56,21 @@ def test_what_is_sent_is_a_stage_of_its_own() -> None:
     assert latency(layers, stages, Machines((1, 1), GB, GB), 3) == (second * 5 // 2) + 2 * 2 * second
 
 
+def test_each_exchange_goes_over_the_innermost_network_that_joins_its_machines() -> None:
+    """Four machines in two racks: 0.1 GB per second between racks, 0.5 within one."""
+    second, racks = 10**9, Machines((1,) * 4, GB, GB // 10, ((2, GB // 2),))
+    layers = [LayerTimes(1, 1, GB // 100)] * 3 + [LayerTimes(1, 1, 0)]
+    one_each = [Stage(1, tuple(int(k == s) for k in range(4))) for s in range(4)]
+    sends = 2 * second * (Fraction(1, 50) + Fraction(1, 10) + Fraction(1, 50))
+    assert latency(layers, one_each, racks, 1) == 8 + sends
+    # of 1 GB in two replicas each: half of it each way
+    halves = [LayerTimes(2, 2, 0, GB)]
+    assert latency(halves, [Stage(1, (1, 1, 0, 0))], racks, 1) == 2 + 2 * second
+    assert latency(halves, [Stage(1, (0, 1, 1, 0))], racks, 1) == 2 + 10 * second
+    # four replicas: half within a rack, then what is left of it, halved again, between the two
+    assert latency([LayerTimes(4, 4, 0, GB)], [Stage(1, (1, 1, 1, 1))], racks, 1) == 2 + 2 * second + 5 * second
+
+
 def test_placements_of_the_paper() -> None:
     """Two of four devices are in use on the first of three machines."""
     machines = Machines((4, 4, 4), GB, GB)
@@ -94,7 +109,7 @@ LAYERS = st.builds(LayerTimes, *[st.integers(1, 9)] * 2, st.integers(0, 4), st.i
     st.sampled_from([GB, 3 * GB]),
 )
 def test_no_other_plan_is_faster(layers: list, devices: tuple, m: int, asked: tuple, inside: int) -> None:
-    machines = Machines(devices, inside, GB)
+    machines = Machines(devices, inside, GB, ((2, 2 * GB),) if len(devices) > 2 else ())
     stages, replicas = asked
     known = [latency(layers, each, machines, m) for each in every_plan(len(layers), machines, stages, replicas)]
     if not known:

@@ -143,6 +143,8 @@ def test_an_experts_term_taken_for_the_sum_is_wrong() -> None:
 
 
 def test_what_cannot_be_divided_names_the_other_form() -> None:
-    said = "ep: experts that run one after another cannot be divided: .* try .* 'grouped'; nearest: 1"
+    said = (
+        "ep: experts that run one after another find their rows .* sorted and sent first; try .* 'grouped'; nearest: 1"
+    )
     with pytest.raises(LayoutError, match=said):
         lay_out(step(), "a100_80_sxm", {"dp": 2, "ep": 2})

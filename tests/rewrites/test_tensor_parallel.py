@@ -314,7 +314,6 @@ def test_time_of_a_layer_whose_sums_are_beside_its_weight_gradients() -> None:
         ({"sequence": 18}, {"tp": 4, "sequence_parallel": True}, "does not divide the sequence of 18; nearest: 2"),
         ({}, {"sequence_parallel": True}, "divides tokens among the ranks of tp, which is 1; nearest: tp 2"),
         ({}, {"async_sums": True}, "async_sums: the ranks of tp sum .* nearest: tp 2"),
-        ({"loss": "chunked"}, {"tp": 2}, "loss 'chunked' .* try 'fused'"),
         ({"stack": "fused"}, {"tp": 2}, "build the trace eager"),
         ({}, {"tp": 0}, "tp: needs a whole number of at least 1, has 0; nearest: 1"),
         ({"config": {**FAMILIES["llama"], "model_type": "llama"}}, {"tp": 4}, r"columns \(2\); nearest: 2"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 
 from sim.engine.event_path.clock import ENDS
 from sim.engine.event_path.engines import OpEnd
@@ -152,10 +151,9 @@ class GroupJob(Job):
     """The bytes that the members of a group exchange.
 
     then: called with it and the time when they have arrived.
-    passes: how often the fixed time of the route is paid.
     """
 
-    __slots__ = ("members", "passes", "payload", "then")
+    __slots__ = ("members", "payload", "then")
 
     def __init__(
         self,
@@ -166,15 +164,10 @@ class GroupJob(Job):
         chunk: int,
         passes: int = 1,
     ) -> None:
-        super().__init__(route, payload, ENDS + members[0].op, chunk)
+        super().__init__(route, payload, ENDS + members[0].op, chunk, passes=passes)
         self.then = then
         self.members = members
         self.payload = payload
-        self.passes = passes
-
-    def start(self, now: int, fixed: int, rate: int | Fraction, *, in_a_row: bool) -> int:
-        """As any job, with the fixed time of each pass."""
-        return super().start(now, fixed * self.passes, rate, in_a_row=in_a_row)
 
     def done(self, now: int) -> None:
         """All members end."""
