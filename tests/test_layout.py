@@ -447,6 +447,10 @@ def test_updates_on_the_host_go_before_what_gathers_or_reads_the_new_weights(
     policy: str, layout: dict, optimizer: str
 ) -> None:
     trace = transformer(CONFIG, batch=8, sequence=16, optimizer=optimizer, loss="fused", precision="mixed_bf16")
+    if policy == "superoffload" and layout.get("schedule") == "pipedream":
+        with pytest.raises(PolicyError, match=r"superoffload: update '.*' reads what '.*' makes"):
+            simulate(trace, "a100_80_sxm", policy, parallel=layout)
+        return
     assert simulate(trace, "a100_80_sxm", policy, parallel=layout).log.complete
 
 
