@@ -94,6 +94,8 @@ class Policy:
     plans_ahead: what an online policy takes from the whole trace before it starts, "" for nothing; its choices then
     depend on what comes after.
     slow: planning takes long, so that `compare` leaves it out unless it is named.
+    from_structure: whether its plan depends on nothing but the structure of the trace: on no size, no FLOPs and no fact
+    in `meta`, and on nothing of the machine. One that plans by `sim.policies.sharing` then plans once for all sizes.
 
     Three more say how its tests try it. other_values: per parameter a value that is not the default, with which some
     run differs (`by_parameter`); `Beside` where it takes others to show. unseen: per parameter for which no quick run
@@ -116,6 +118,7 @@ class Policy:
     splits_batch: ClassVar[bool] = False
     plans_ahead: ClassVar[str] = ""
     slow: ClassVar[bool] = False
+    from_structure: ClassVar[bool] = False
     saves: ClassVar[Mapping[Annotated[str, OneOf(SAVINGS)], str]] = MappingProxyType({})
     other_values: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     unseen: ClassVar[Mapping[str, str]] = MappingProxyType({})

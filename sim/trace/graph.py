@@ -16,9 +16,15 @@ from sim.trace.columns import Graph, OpColumns, TensorColumns
 from sim.trace.origin import Origin
 from sim.trace.tensor import ROLE_CODE
 
-__all__ = ["PERSISTENT", "OpColumns", "TensorColumns", "Trace"]
+__all__ = ["PERSISTENT", "OpColumns", "Structure", "TensorColumns", "Trace"]
 
 PERSISTENT = (ROLE_CODE["weight"], ROLE_CODE["optimizer_state"])
+SIZES = frozenset({"bytes", "shape", "flops", "workspace", "counted"})
+"""The columns in which traces of one structure may differ; `bytes` is one of tensors and one of ops."""
+
+
+class Structure:
+    """What traces have in common that differ in sizes alone: what is derived from that is kept with it."""
 
 
 class Trace(Graph):
@@ -55,9 +61,10 @@ class Trace(Graph):
             self._share(like)
         self.meta: Mapping[str, Any] = MappingProxyType(dict(meta or {}))
         self.origin = origin
+        self._structure: Structure | None = None
         if like is None or meta is not like.meta:
             validity.check_meta(self.meta)
-        if like is None or not self._has_other_releases_alone(like):
+        if like is None or not self.has_other_releases_alone(like):
             validity.check_graph(self)
         self.outputs = self._default_outputs() if outputs is None else tuple(int(t) for t in outputs)
         named = tuple((int(a), int(b)) for a, b in carry or ())
@@ -66,6 +73,18 @@ class Trace(Graph):
         validity.check_ends(self, self.outputs, self.carry)
         validity.check_releases(self, self.outputs)
         validity.check_unbinds(self)
+        if like is not None and self._differs_in_sizes_alone(like):
+            self._structure = like.structure
+
+    @property
+    def structure(self) -> Structure:
+        """The same object for traces that are known to differ in sizes, FLOPs and facts of `meta` alone.
+
+        They are known where one is made `like` the other, such as the built-in models at several batches and sequences.
+        """
+        if self._structure is None:
+            self._structure = Structure()
+        return self._structure
 
     @cached_property
     def content_hash(self) -> str:
@@ -92,7 +111,18 @@ class Trace(Graph):
         digest.update(json.dumps(dict(self.meta), sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
-    def _has_other_releases_alone(self, other: Trace) -> bool:
+    def _differs_in_sizes_alone(self, other: Trace) -> bool:
+        """Whether it shares all columns but those of sizes with a trace, and what is kept and carried."""
+        pairs = ((self.tensor_columns, other.tensor_columns), (self.op_columns, other.op_columns))
+        ends = self.outputs == other.outputs and self.carry == other.carry and self.origin is other.origin
+        return ends and all(
+            column is vars(there)[name]
+            for here, there in pairs
+            for name, column in vars(here).items()
+            if name not in SIZES
+        )
+
+    def has_other_releases_alone(self, other: Trace) -> bool:
         """Whether it differs from a trace in nothing but where the program releases tensors."""
         mine, theirs = vars(self.op_columns), vars(other.op_columns)
         return self.tensor_columns is other.tensor_columns and all(
@@ -120,7 +150,7 @@ class Trace(Graph):
         return {**{key: vars(self)[key] for key in kept if key in vars(self)}, "meta": dict(self.meta)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, meta=MappingProxyType(state["meta"]))
+        vars(self).update(state, meta=MappingProxyType(state["meta"]), _structure=None)
         self._make_read_only()
 
     def __eq__(self, other: object) -> bool:

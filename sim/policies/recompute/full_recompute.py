@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
+from sim.policies.sharing import by_structure
 from sim.rewrites.rewrite import hold_longer
 from sim.solvers.checkpoints import by_anchor, cached_casts, held_by, named, region_reruns
 from sim.solvers.regions import layer_regions
@@ -57,9 +58,14 @@ class FullRecompute(RecomputationPlanner):
     skip_last: bool = False
     autocast_cache: bool = True
 
+    @property
+    def from_structure(self) -> bool:  # type: ignore[override]
+        """Unless what is kept after all depends on times and on the budget."""
+        return not self.remove_unnecessary
+
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, layer by layer."""
-        return self.from_trace(problem, lambda: self._plan(problem))
+        return by_structure(self, problem, lambda: self._plan(problem))
 
     def _plan(self, problem: Problem) -> Plan:
         index = TraceIndex(problem.trace)
