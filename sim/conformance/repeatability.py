@@ -1,6 +1,6 @@
 """Law 7: the same seed gives the same log. Across processes see `across_processes`.
 
-A policy that declares `from_structure` is asked about other sizes on another machine, too.
+A policy that declares `plans_from` is asked about a problem that differs in all else, too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sim.conformance.models import anew
 from sim.conformance.replayed import LawBroken, Replayed, run_policy
 from sim.engine.replay import replay
 from sim.errors import PolicyError
@@ -46,18 +47,22 @@ def check_repeats(run: Replayed) -> None:
         raise LawBroken(f"the second time its log differs: {_difference(run.log, again.log)}")
     if run.done:
         _runs_again(run)
-    if run.plan is not None and run.policy.from_structure:
-        _plans_for_other_sizes(run, run.plan)
+    if run.plan is not None and run.policy.plans_from != "problem":
+        _plans_alike(run, run.plan)
 
 
-def _plans_for_other_sizes(run: Replayed, plan: Plan) -> None:
-    """`from_structure`: the same actions, places, notes and release points for every trace of that structure."""
-    trace, platform = other_sizes(run.trace), other_machine(run.platform, run.trace)
+def _plans_alike(run: Replayed, plan: Plan) -> None:
+    """`plans_from`: the same actions, places, notes and release points for what is alike in what it names."""
+    what_from = run.policy.plans_from
+    if what_from == "structure":
+        trace, platform = other_sizes(run.trace), other_machine(run.platform, run.trace)
+    else:
+        trace, platform = anew(run.trace), run.platform.with_budget(2 * run.platform.home(0).capacity + 1)
     try:
         other = fresh(run.policy).plan(problem_for(trace, platform, seed=run.seed + 1))
     except Exception as error:
-        text = f"with other sizes on another machine it fails: {type(error).__name__}: {error}"
-        raise LawBroken(f"it declares from_structure, and {text}") from None
+        text = f"for another one that is alike in that it fails: {type(error).__name__}: {error}"
+        raise LawBroken(f"it declares plans_from = {what_from!r}, and {text}") from None
     for what, here, there in (
         ("actions", tuple(plan.actions), tuple(other.actions)),
         ("places", dict(plan.place), dict(other.place)),
@@ -67,7 +72,9 @@ def _plans_for_other_sizes(run: Replayed, plan: Plan) -> None:
         ("parts that decide online", plan.online, other.online),
     ):
         if here != there:
-            raise LawBroken(f"it declares from_structure, and for other sizes on another machine it plans other {what}")
+            raise LawBroken(
+                f"it declares plans_from = {what_from!r}, and for another one that is alike it plans other {what}"
+            )
 
 
 def other_sizes(trace: Trace) -> Trace:

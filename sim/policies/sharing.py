@@ -1,4 +1,4 @@
-"""Plans that depend on the structure of a trace alone: made once for all its sizes."""
+"""Plans that do not depend on all of a problem: made once for all problems that are alike in what they depend on."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ class _Decided(NamedTuple):
         return Plan(trace, self.actions, self.place, keep_dead=self.keep_dead, notes=self.notes)
 
 
-def by_structure(policy: Policy, problem: Problem, make: Callable[[], Plan]) -> Plan:
-    """The plan that `make` makes, which a policy calls in its `plan`.
+def shared(policy: Policy, problem: Problem, make: Callable[[], Plan]) -> Plan:
+    """The plan that `make` makes, which a policy calls in its `plan`; made once for what it declares in `plans_from`.
 
-    Where the policy declares `from_structure`, it is made once for all traces of one structure, unless it rewrites more
-    than release points; for one trace it is one plan, so that replays know it again.
+    structure: once for all traces of one structure, unless it rewrites more than release points.
+    machine: once for a trace on machines that differ in the capacity of home tiers alone.
+
+    For one trace it is one plan, so that replays know it again.
     """
-    trace = problem.trace
-    if not policy.from_structure:
+    trace, platform = problem.trace, problem.platform
+    if policy.plans_from == "problem":
         return make()
+    if policy.plans_from == "machine":
+        behind = tuple(tier.capacity for tier in platform.tiers if tier.device < 0)
+        return kept(trace, "plans", (policy, platform.timing_hash, behind), make)
 
     def plan() -> Plan:
         known: list[_Decided] = kept(trace.structure, "plans", policy, list)

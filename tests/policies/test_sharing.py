@@ -1,9 +1,10 @@
-"""Plans that depend on the structure of a trace alone: shared by all sizes, and held to that."""
+"""Plans that depend on the structure of a trace, or ignore the budget: shared, and held to what they declare."""
 
 from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from sim.experiment import problem_for
 from sim.plan import Drop, Plan, Problem, Recompute
 from sim.policies import load, names
 from sim.policies.base import Policy
-from sim.policies.sharing import by_structure
+from sim.policies.sharing import shared
 from sim.rewrites.rewriter import with_columns
 from sim.trace import Trace, TraceBuilder
 from workloads import transformer
@@ -92,7 +93,7 @@ def test_a_shared_plan_is_the_one_that_each_size_would_get(policy):
 def test_plans_of_other_parameters_and_those_that_look_at_times_are_not_mixed_up():
     _, first, second, _ = sizes()
     every = [load(f"every_k(k={k}, remove_unnecessary={keep})") for k in (1, 2) for keep in (False, True)]
-    assert [policy.from_structure for policy in every] == [True, False, True, False]
+    assert [policy.plans_from for policy in every] == ["structure", "problem"] * 2
     for trace in (first, second):
         for policy in every:
             own = policy.plan(problem_for(alone(trace), MACHINE))
@@ -100,8 +101,22 @@ def test_plans_of_other_parameters_and_those_that_look_at_times_are_not_mixed_up
             assert simulate(trace, MACHINE, policy).log == replay(own, MACHINE)
 
 
+ON_A_MACHINE = ("chen", "swap_all", "swap_all(ahead=2)", "save_on_cpu", "offload_activations")
+
+
+@pytest.mark.parametrize("policy", ON_A_MACHINE)
+def test_a_plan_that_ignores_the_budget_is_made_once_for_a_trace_on_a_machine(policy):
+    chosen, trace, other = load(policy), small(2, 32), load_profile("mt3000_survey")
+    plan = chosen.plan(problem_for(trace, MACHINE))
+    assert chosen.plan(problem_for(trace, MACHINE.with_budget(1 << 40), seed=3)) is plan
+    assert chosen.plan(problem_for(trace, other)) is not plan
+    smaller = [replace(each, capacity=each.capacity // 2) if each.device < 0 else each for each in MACHINE.tiers]
+    assert chosen.plan(problem_for(trace, replace(MACHINE, tiers=tuple(smaller)))) is not plan
+    assert chosen.plan(problem_for(alone(trace), other)).decides_as(chosen.plan(problem_for(trace, other)))
+
+
 def test_these_policies_declare_it():
-    assert {name for name in names() if load(name).from_structure} == {*SHARED}
+    assert {name for name in names() if load(name).plans_from == "structure"} == {*SHARED}
 
 
 # ---- the law -------------------------------------------------------------------------------------
@@ -122,11 +137,11 @@ class Reruns(Policy):
     """One op, which depends on nothing but their number."""
 
     recomputes = True
-    from_structure = True
+    plans_from: ClassVar = "structure"
     rarely = "many ops cannot be recomputed"
 
     def plan(self, problem: Problem) -> Plan:
-        return by_structure(self, problem, lambda: rerun(problem.trace, self.chosen(problem)))
+        return shared(self, problem, lambda: rerun(problem.trace, self.chosen(problem)))
 
     def chosen(self, problem: Problem) -> int:
         return len(problem.trace.ops) // 3
@@ -162,15 +177,28 @@ class ByTiers(Reruns):
         return len(problem.platform.tiers) - 1
 
 
-@pytest.mark.parametrize("policy", [BySize, ByFlops, ByTime, ByBudget, BySeed, ByTiers])
+class Ahead(Reruns):
+    plans_from = "machine"
+
+
+class ByBudgetAhead(ByBudget):
+    plans_from = "machine"
+
+
+class BySeedAhead(BySeed):
+    plans_from = "machine"
+
+
+@pytest.mark.parametrize("policy", [ByBudgetAhead, BySeedAhead, BySize, ByFlops, ByTime, ByBudget, BySeed, ByTiers])
 def test_a_policy_that_declares_it_falsely_breaks_law_7(policy, tmp_path):
     report = check_policy(policy(), examples=60, folder=tmp_path, across_processes=False)
     (broken,) = [entry for entry in report.broken if entry.law == "repeats"]
-    assert "from_structure" in broken.text
+    assert "plans_from" in broken.text
 
 
-def test_a_policy_that_declares_it_truly_keeps_every_law(tmp_path):
-    report = check_policy(Reruns(), examples=40, folder=tmp_path, across_processes=False)
+@pytest.mark.parametrize("policy", [Reruns, Ahead])
+def test_a_policy_that_declares_it_truly_keeps_every_law(policy, tmp_path):
+    report = check_policy(policy(), examples=40, folder=tmp_path, across_processes=False)
     assert not report.broken, report.as_text()
 
 
