@@ -24,7 +24,15 @@ SIZES = frozenset({"bytes", "shape", "flops", "workspace", "counted"})
 
 
 class Structure:
-    """What traces have in common that differ in sizes alone: what is derived from that is kept with it."""
+    """What traces have in common that differ in sizes alone: what is derived from that is kept with it.
+
+    is_shared: whether several traces have it.
+    hashed: of columns that are no sizes what is hashed, once it is shared.
+    """
+
+    def __init__(self) -> None:
+        self.is_shared = False
+        self.hashed: dict[tuple[int, str], bytes] = {}
 
 
 class Trace(Graph):
@@ -75,6 +83,7 @@ class Trace(Graph):
         validity.check_unbinds(self)
         if like is not None and self._differs_in_sizes_alone(like):
             self._structure = like.structure
+            self._structure.is_shared = True
 
     @property
     def structure(self) -> Structure:
@@ -89,24 +98,27 @@ class Trace(Graph):
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 over the whole content of the trace, as hexadecimal digits."""
+        structure = self._structure
+        return self._hash(structure.hashed if structure is not None and structure.is_shared else None)
+
+    def hashed_anew(self) -> str:
+        """The same from the columns as they are, whatever has been kept of them."""
+        return self._hash(None)
+
+    def _hash(self, known: dict[tuple[int, str], bytes] | None) -> str:
+        """known: what is hashed of columns that are no sizes; what it lacks is added. None to keep nothing."""
         digest = hashlib.sha256()
-        for part in (self.tensor_columns, self.op_columns):
-            for key, column in vars(part).items():
+        for part, columns in enumerate((self.tensor_columns, self.op_columns)):
+            for key, column in vars(columns).items():
                 if key in ("releases", "views", "function", "ring", "counted", "unbinds") and not column:
                     continue  # a trace without them hashes as it did before they existed
                 digest.update(key.encode())
-                if isinstance(column, np.ndarray):
-                    digest.update(np.ascontiguousarray(column).tobytes())
-                elif key == "name":
-                    digest.update(json.dumps(list(column)).encode())
+                if known is None or key in SIZES:
+                    digest.update(_to_hash(key, column))
+                elif (part, key) in known:
+                    digest.update(known[part, key])
                 else:
-                    is_sparse = isinstance(column, Mapping)
-                    rows = sorted(column) if is_sparse else range(len(column))
-                    values = [column[row] for row in rows] if is_sparse else column
-                    # few values are distinct: hash each one once, then the code of each row
-                    seen = {value: code for code, value in enumerate(dict.fromkeys(values))}
-                    digest.update(np.array([rows, [*map(seen.__getitem__, values)]], np.int64).tobytes())
-                    digest.update(repr(list(seen)).encode())
+                    digest.update(known.setdefault((part, key), _to_hash(key, column)))
         digest.update(repr((self.outputs, self.carry)).encode())
         digest.update(json.dumps(dict(self.meta), sort_keys=True, default=str).encode())
         return digest.hexdigest()
@@ -163,3 +175,17 @@ class Trace(Graph):
         words = [str(self.meta.get("model", "trace"))]
         words += [f"{key} {self.meta[key]}" for key in ("batch", "sequence", "precision") if key in self.meta]
         return f"<Trace {', '.join(words)}: {len(self.op_columns.name)} ops, {len(self.tensor_columns.name)} tensors>"
+
+
+def _to_hash(key: str, column: Any) -> bytes:
+    """What is hashed of a column."""
+    if isinstance(column, np.ndarray):
+        return np.ascontiguousarray(column).tobytes()
+    if key == "name":
+        return json.dumps(list(column)).encode()
+    is_sparse = isinstance(column, Mapping)
+    rows = sorted(column) if is_sparse else range(len(column))
+    values = [column[row] for row in rows] if is_sparse else column
+    # few values are distinct: hash each one once, then the code of each row
+    seen = {value: code for code, value in enumerate(dict.fromkeys(values))}
+    return np.array([rows, [*map(seen.__getitem__, values)]], np.int64).tobytes() + repr(list(seen)).encode()

@@ -20,6 +20,7 @@ from sim.policies.base import Policy
 from sim.policies.sharing import shared
 from sim.rewrites.rewriter import with_columns
 from sim.trace import Trace, TraceBuilder
+from sim.trace.columns import FROM_READS_AND_WRITES
 from workloads import transformer
 
 MACHINE = load_profile("a100_80_sxm")
@@ -41,6 +42,13 @@ def sizes() -> list[Trace]:
     return [small(batch, sequence) for batch, sequence in ((2, 32), (4, 32), (6, 64), (3, 128))]
 
 
+def _listed(derived):
+    """Arrays as lists, in pairs of arrays as well."""
+    if isinstance(derived, np.ndarray):
+        return derived.tolist()
+    return [_listed(each) for each in derived] if isinstance(derived, tuple) else derived
+
+
 def alone(trace: Trace) -> Trace:
     """The same trace, which shares nothing."""
     return pickle.loads(pickle.dumps(trace))
@@ -53,6 +61,16 @@ def test_a_model_has_one_structure_at_all_sizes():
     _, *others = sizes()
     assert len({id(trace.structure) for trace in others}) == 1
     assert len({trace.content_hash for trace in others}) == len(others)
+
+
+def test_what_traces_of_one_structure_take_over_is_what_each_would_derive():
+    for trace in sizes():
+        own = alone(trace)
+        vars(own).pop("content_hash", None)
+        assert trace.content_hash == trace.hashed_anew() == own.content_hash
+        for name in FROM_READS_AND_WRITES:
+            mine, theirs = getattr(trace, name), getattr(own, name)
+            assert repr(_listed(mine)) == repr(_listed(theirs))
 
 
 def test_what_differs_in_more_than_sizes_has_another_structure():
