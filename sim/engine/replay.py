@@ -52,7 +52,7 @@ def replay(
             if log is not None:
                 return log
         if fast and covered.covers(plan, platform, prepared, resolved):
-            log = device.run(platform, prepared, resolved, recompute_limit)
+            log = device.run(plan, platform, prepared, resolved, recompute_limit)
             if log is not None:
                 return log
         return run(plan, platform, prepared, resolved, fast=fast, returned=returned, recompute_limit=recompute_limit)

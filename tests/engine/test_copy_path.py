@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from random import Random
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sim import load_profile
+from sim import load_profile, simulate
 from sim.analysis.peak_memory import home_peak
 from sim.conformance.examples import random_examples
 from sim.engine.copy_path import covered, device
@@ -25,7 +26,7 @@ from sim.errors import IllegalPlan, TiersimError
 from sim.experiment import problem_for, reference_run
 from sim.hardware.platform import Member, Platform, Pool
 from sim.log import STALLS, EventLog
-from sim.plan import Action, Drop, Move, Plan, Recompute, Wait
+from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Recompute, Wait
 from sim.policies import load
 from sim.trace import Trace, TraceBuilder
 from tests.engine.differential import difference
@@ -48,7 +49,8 @@ def is_taken(plan: Plan, platform: Platform) -> bool:
     except IllegalPlan:
         return False
     return (
-        covered.covers(plan, platform, prepared, resolved) and device.run(platform, prepared, resolved, 100) is not None
+        covered.covers(plan, platform, prepared, resolved)
+        and device.run(plan, platform, prepared, resolved, 100) is not None
     )
 
 
@@ -89,6 +91,7 @@ def trips(trace: Trace, platform: Platform, code: int) -> Plan:
         reader = draw.choice(readers)
         out = draw.randrange(max(producer[tensor], 0), reader)
         back = draw.randrange(out, reader) + 1
+        fetched = draw.random() < 0.1  # by the engine, since the plan does not
         away, keep = draw.choice(behind), draw.random() < 0.2
         actions.append(Move(tensor, away, keep=keep, priority=draw.choice((0, 0, 0, -1, 2)), after=out))
         if keep and draw.random() < 0.5:
@@ -97,7 +100,8 @@ def trips(trace: Trace, platform: Platform, code: int) -> Plan:
             actions.append(Wait(tensor, **{draw.choice(("before", "after")): draw.randrange(out, reader) + 1}))
         if draw.random() < 0.2:
             actions.append(Drop(tensor, draw.choice((home, away)), after=draw.randrange(out, reader)))
-        actions.append(Move(tensor, home, keep=draw.random() < 0.1, priority=draw.choice((0, 0, 1)), before=back))
+        if not fetched:
+            actions.append(Move(tensor, home, keep=draw.random() < 0.1, priority=draw.choice((0, 0, 1)), before=back))
     return Plan(trace, tuple(actions))
 
 
@@ -245,6 +249,69 @@ def test_shipped_policies_write_one_log_at_several_budgets(policy, profile):
     assert (taken > 0) == (policy not in NEVER)
 
 
+# ---- online parts that wait for pressure ---------------------------------------------------------
+
+
+class Evicts(Online):
+    """Sends away what it is asked to, and nothing else."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def on_pressure(self, need: Need, memory: Memory) -> list[Move]:
+        there = [t for t in memory.residents(need.tier) if not memory.is_locked(t) and memory.in_flight(t) is None]
+        return [Move(there[0], "host")] if there and need.tier == "hbm" else []
+
+
+class Early(Evicts):
+    """One that acts before ops, too."""
+
+    def before(self, op: int, memory: Memory) -> list[Move]:
+        return []
+
+
+@pytest.mark.parametrize("kind", ["trips", "shaken"])
+def test_a_part_that_decides_under_pressure_alone_is_not_asked_where_there_is_none(kind):
+    taken, asked = 0, 0
+
+    @settings(some, max_examples=40)
+    @given(random_examples(NEEDS.get(kind, frozenset({"host"})), exact=True, real=1), CODES)
+    def check(example, code):
+        nonlocal taken, asked
+        plan = replace(PLANS[kind](example.trace, example.platform, code), online=partial(Evicts, example.trace))
+        for platform in budgets(plan, example.platform):
+            assert_equal(plan, platform)
+            log = outcome(plan, platform, True)[1]
+            pressed = log is not None and log.counters["pressure_calls"] > 0
+            asked += pressed
+            if is_taken(plan, platform):
+                taken += 1
+                assert not pressed
+                assert not is_taken(replace(plan, online=partial(Early, example.trace)), platform)
+                assert not is_taken(replace(plan, online=lambda: Evicts(plan.trace)), platform)  # who knows what
+
+    check()
+    assert min(taken, asked) > 10
+
+
+@pytest.mark.parametrize("policy", ["sentinel", "g10", "capuchin"])
+def test_iterations_of_shipped_policies_that_evict_write_one_log(policy, monkeypatch):
+    runs = []
+
+    def noted(plan, platform, *, returned=None, **options):
+        log = replay(plan, platform, returned=returned, **options)
+        runs.append((plan, platform, log, replay(plan, platform, fast=False, returned=returned, **options)))
+        return log
+
+    monkeypatch.setattr("sim.iterations.replay", noted)
+    machine, trace = load_profile("mt3000_survey"), transformer("gpt2", batch=8, sequence=256, precision="amp_bf16")
+    for share in (0.9, 0.7):
+        with suppress(TiersimError):
+            simulate(trace, machine, policy, budget=int(share * home_peak(reference_run(trace, machine))))
+    assert all(log == other for _, _, log, other in runs)
+    assert any(plan.online is not None and is_taken(plan, platform) for plan, platform, *_ in runs)
+
+
 # ---- a timeline drawn by hand --------------------------------------------------------------------
 
 
@@ -369,7 +436,7 @@ def test_a_fault_shows(fault, monkeypatch):
 
 def is_same(plan: Plan, platform: Platform, log: EventLog) -> bool:
     prepared = prepare(plan.trace, platform)
-    mine = device.run(platform, prepared, Resolved(plan, platform, prepared), 100)
+    mine = device.run(plan, platform, prepared, Resolved(plan, platform, prepared), 100)
     return mine == log
 
 

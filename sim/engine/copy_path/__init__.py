@@ -10,7 +10,7 @@ a loop over the ops, on lists by tensor, without an object per copy; the rows ar
     copies     copies and releases of tensors, space
     wires      links: their queues, and the bandwidth that they share
 
-What such runs rarely do is left to the event path, which begins again (`Elsewhere`): an implicit fetch or
+What such runs rarely do is left to the event path, which begins again (`Elsewhere`): an implicit
 recomputation, a copy that goes on to a third tier or over several links, a result that is recomputed while it is still
 resident, memory that never suffices.
 """

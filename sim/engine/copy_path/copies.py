@@ -42,7 +42,10 @@ class Copies:
     counters: what else it counts.
     """
 
-    def __init__(self, platform: Platform, prepared: Prepared, resolved: Resolved, program: Program) -> None:
+    def __init__(
+        self, platform: Platform, prepared: Prepared, resolved: Resolved, program: Program, *, asks: bool
+    ) -> None:
+        """asks: an online part is to be asked where memory is short."""
         tensors = len(prepared.size)
         self.now = 0
         self.is_stale = False
@@ -54,13 +57,15 @@ class Copies:
         self.put_off: dict[int, dict[int, int]] = {}
         self.intervals: list[int] = []
         self.changes: list[int] = []
-        self.counters = {"ignored_actions": 0, "moves_cancelled": 0, "cancelled_bytes": 0, "moves_without_space": 0}
+        names = ("ignored_actions", "implicit_moves", "moves_cancelled", "cancelled_bytes", "moves_without_space")
+        self.counters = dict.fromkeys(names, 0)
         self.wires = Wires(platform, prepared)
         self._lane = prepared.main[0]
         self._first_link = len(platform.engines)  # lanes are engines, then links
         self._size = prepared.size
         self._last_use, self._freeable = program.last_use, prepared.freeable
         self._waited = resolved.waited
+        self._asks = asks
         self._passed = 0  # how many runs of ops have ended
         self._pinned: Sequence[int] = ()
         self._overwritten: set[int] = set()
@@ -107,16 +112,19 @@ class Copies:
             if held != bit and not keep:
                 self._release(tensor, self._way_to(tensor, held & ~bit, target)[0], op, MOVED_OUT)
             return
-        self._way[tensor] = self._way_to(tensor, held, target)
-        self._target[tensor], self._op[tensor], self._priority[tensor] = target, op, priority
-        self._keeps[tensor], self._drops_target[tensor] = keep, False
-        self._under_way += 1
+        self._note(tensor, target, keep, priority, op)
         if self._outside[target] or self.used[target] + self._size[tensor] > self.capacity[target]:
             self.stage[tensor] = OUTSIDE
             self._outside[target].append(tensor)
             self.waiting += 1
         else:
             self._admit(tensor, op)
+
+    def _note(self, tensor: int, target: int, keep: bool, priority: int, op: int) -> None:
+        self._way[tensor] = self._way_to(tensor, self.held[tensor], target)
+        self._target[tensor], self._op[tensor], self._priority[tensor] = target, op, priority
+        self._keeps[tensor], self._drops_target[tensor] = keep, False
+        self._under_way += 1
 
     def _way_to(self, tensor: int, held: int, target: int) -> tuple[int, int]:
         """The tier that a tensor is copied from, and the link. Raises Elsewhere where there is none, or several."""
@@ -341,13 +349,21 @@ class Copies:
     # ---- the device waits --------------------------------------------------------------------
 
     def restore(self, reads: Sequence[int], tier: int, op: int) -> None:
-        """Wait for what an op reads and is on its way, and keep what leaves. Raises Elsewhere for what is neither."""
+        """Have what an op reads in a tier: wait for what is on its way, keep what leaves, fetch what is elsewhere.
+
+        Raises Elsewhere for what has to be recomputed, or is on its way to another tier.
+        """
         held, stage, bit = self.held, self.stage, 1 << tier
         self._pinned = reads
         for tensor in reads:
             if held[tensor] & bit:
                 if held[tensor] & LEAVING and self._way[tensor][0] == tier:
                     self._keep_source(tensor)
+            elif stage[tensor] == NONE and held[tensor]:
+                self.wait_for_space(tier, self._size[tensor], op)
+                self.counters["implicit_moves"] += 1
+                self._note(tensor, tier, True, 0, op)
+                self._admit(tensor, op)
             elif stage[tensor] == NONE or self._target[tensor] != tier:
                 raise Elsewhere
             elif stage[tensor] == OUTSIDE:
@@ -384,11 +400,14 @@ class Copies:
     def wait_for_space(self, tier: int, bytes: int, op: int, operands: Sequence[int] | None = None) -> None:
         """Until a request fits; it is looked at whenever some space is released there.
 
-        operands: what is pinned meanwhile; by default what is already.
+        operands: what is pinned meanwhile; by default what is already. Raises Elsewhere where an online part has to be
+        asked.
         """
         pinned = self._pinned
         self._pinned = pinned if operands is None else operands
         while self.used[tier] + bytes > self.capacity[tier]:
+            if self._asks:
+                raise Elsewhere
             start, self._offered, self._wanted, self.is_stale = self.now, False, tier, True
             self.waiting += 1
             while not self._offered:

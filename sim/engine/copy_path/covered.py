@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from sim.engine.prepare import Plain, Prepared
 from sim.engine.resolve import Act, Resolved
 from sim.hardware.platform import Allocator, Platform
 from sim.log import WHY
-from sim.plan import Plan
+from sim.plan import Online, Plan
 
 EXACT = Allocator()
 RUN, RECOMPUTE = WHY["run"], WHY["recompute"]
@@ -37,11 +38,14 @@ class Program(NamedTuple):
 
 
 def covers(plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolved) -> bool:
-    """Whether a run is one that this path may take: one device, one engine, all planned, copies and no codecs."""
+    """Whether a run is one that this path may take: one device, one engine, all planned, copies and no codecs.
+
+    An online part that decides nothing but what leaves where memory is short is not asked until it is.
+    """
     lane = prepared.main[0]
     home = prepared.home[lane]
     return (
-        plan.online is None
+        _waits_for_pressure(plan)
         and not plan.keep_dead
         and prepared.dispatch is None
         and prepared.is_sequence
@@ -53,6 +57,12 @@ def covers(plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolve
         )
         and program_of(prepared, resolved) is not None
     )
+
+
+def _waits_for_pressure(plan: Plan) -> bool:
+    """Whether the plan has no online part, or one of a class that is known to decide nothing before ops."""
+    part = plan.online.func if isinstance(plan.online, partial) else plan.online
+    return part is None or (isinstance(part, type) and issubclass(part, Online) and part.before is Online.before)
 
 
 def program_of(prepared: Prepared, resolved: Resolved) -> Program | None:

@@ -14,17 +14,20 @@ from sim.engine.prepare import Plain, Prepared, Renewal
 from sim.engine.resolve import Act, Resolved
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, CHANGE_COLUMNS, INTERVAL_COLUMNS, RESERVED_COLUMNS, EventLog, Ints
+from sim.plan import Plan
 
 WORKSPACE = CAUSE["workspace"]
 
 
-def run(platform: Platform, prepared: Prepared, resolved: Resolved, recompute_limit: float | None) -> EventLog | None:
+def run(
+    plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolved, recompute_limit: float | None
+) -> EventLog | None:
     """The log of a run that is covered; None if it has to take the event path after all."""
     program = program_of(prepared, resolved)
     spent = sum(max(prepared.total[op], 1) for op in resolved.recomputed)
     if program is None or (recompute_limit is not None and spent > recompute_limit * prepared.ideal_ns):
         return None
-    copies = Copies(platform, prepared, resolved, program)
+    copies = Copies(platform, prepared, resolved, program, asks=plan.online is not None)
     device = Device(copies, prepared, resolved, program)
     try:
         device.place()
