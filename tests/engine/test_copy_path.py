@@ -19,6 +19,7 @@ from sim.conformance.examples import random_examples
 from sim.engine.copy_path import covered, device
 from sim.engine.copy_path.copies import NONE, Copies
 from sim.engine.copy_path.wires import Wires
+from sim.engine.event_path.record import Columns
 from sim.engine.prepare import prepare
 from sim.engine.replay import replay
 from sim.engine.resolve import Resolved
@@ -247,6 +248,18 @@ def test_shipped_policies_write_one_log_at_several_budgets(policy, profile):
             assert_equal(plan, limited)
             taken += is_taken(plan, limited)
     assert (taken > 0) == (policy not in NEVER)
+
+
+def test_rows_are_packed_before_they_are_too_many(monkeypatch):
+    monkeypatch.setattr(Columns, "PACK", 50)
+    packed, pack = [], Copies.pack
+    monkeypatch.setattr(Copies, "pack", lambda self: packed.append(len(self.changes)) or pack(self))
+    machine = load_profile("a100_40_pcie")
+    plan = load("swap_all").plan(problem_for(TRACES["w1"], machine))
+    assert is_taken(plan, machine)
+    assert len(packed) > 5
+    assert max(packed) < 150
+    assert_equal(plan, machine)
 
 
 # ---- online parts that wait for pressure ---------------------------------------------------------

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 from sim.engine.copy_path.covered import Program
 from sim.engine.copy_path.wires import NEVER, Elsewhere, Wires
 from sim.engine.event_path.links import Routes
+from sim.engine.event_path.record import Columns
 from sim.engine.prepare import Prepared
 from sim.engine.resolve import Act, Resolved
 from sim.errors import IllegalPlan
 from sim.hardware.platform import Platform
-from sim.log import CAUSE, STALL, WHY
+from sim.log import CAUSE, CHANGE_COLUMNS, INTERVAL_COLUMNS, STALL, WHY, Ints
 
 LEAVING = 1 << 62
 """Bit of `Copies.held` of a tensor whose copy under way will release its source."""
@@ -38,7 +39,7 @@ class Copies:
     stage: by tensor that of the copy under way.
     waiting: how many copies, and devices, wait for space.
     put_off: releases that wait for the end of an op or of a copy: tensor -> tier -> cause.
-    intervals, changes: the rows of the log.
+    intervals, changes: the rows of the log since it was last packed.
     counters: what else it counts.
     """
 
@@ -55,8 +56,8 @@ class Copies:
         self.stage = [NONE] * tensors
         self.waiting = 0
         self.put_off: dict[int, dict[int, int]] = {}
-        self.intervals: list[int] = []
-        self.changes: list[int] = []
+        self._tables = Columns(len(INTERVAL_COLUMNS)), Columns(len(CHANGE_COLUMNS))
+        self.intervals, self.changes = (table.rows for table in self._tables)
         names = ("ignored_actions", "implicit_moves", "moves_cancelled", "cancelled_bytes", "moves_without_space")
         self.counters = dict.fromkeys(names, 0)
         self.wires = Wires(platform, prepared)
@@ -433,6 +434,18 @@ class Copies:
 
     def _stalled(self, start: int, op: int, tensor: int, cause: str) -> None:
         self.intervals += (start, self.now, 0, self._lane, STALLED, op, tensor, STALL[cause], 0)
+
+    # ---- the log -----------------------------------------------------------------------------
+
+    def pack(self) -> None:
+        """Pack the rows, which have grown many."""
+        for table in self._tables:
+            table.pack()
+
+    def tables(self) -> tuple[Ints, Ints]:
+        """All intervals, and all changes, as the log has them."""
+        intervals, changes = self._tables
+        return intervals.array(), changes.array()
 
     # ---- the start and the end ---------------------------------------------------------------
 

@@ -9,11 +9,11 @@ import numpy as np
 from sim.engine.copy_path.copies import FREED, LEAVING, MADE, Copies
 from sim.engine.copy_path.covered import RECOMPUTE, Program, program_of
 from sim.engine.copy_path.wires import Elsewhere
-from sim.engine.event_path.record import COUNTERS
+from sim.engine.event_path.record import COUNTERS, Columns
 from sim.engine.prepare import Plain, Prepared, Renewal
 from sim.engine.resolve import Act, Resolved
 from sim.hardware.platform import Platform
-from sim.log import CAUSE, CHANGE_COLUMNS, INTERVAL_COLUMNS, RESERVED_COLUMNS, EventLog, Ints
+from sim.log import CAUSE, RESERVED_COLUMNS, EventLog
 from sim.plan import Plan
 
 WORKSPACE = CAUSE["workspace"]
@@ -37,19 +37,16 @@ def run(
         return None
     if copies.now >= 2**62:
         return None  # more nanoseconds than a column holds
+    intervals, changes = copies.tables()
     return EventLog(
         trace=prepared.trace,
         platform=platform,
-        intervals=_table(copies.intervals, len(INTERVAL_COLUMNS)),
-        changes=_table(copies.changes, len(CHANGE_COLUMNS)),
+        intervals=intervals,
+        changes=changes,
         reserved=np.zeros((0, len(RESERVED_COLUMNS)), np.int64),
         end=copies.now,
         counters=dict.fromkeys(COUNTERS, 0) | copies.counters,
     )
-
-
-def _table(rows: list[int], width: int) -> Ints:
-    return np.fromiter(rows, np.int64, len(rows)).reshape(-1, width)
 
 
 class Device:
@@ -74,7 +71,8 @@ class Device:
 
     def walk(self) -> None:
         """All runs of ops in order."""
-        program, renewals = self._program, self._prepared.renewals
+        program, renewals, copies = self._program, self._prepared.renewals, self._copies
+        changes = copies.changes
         before, after, anchors = program.before, program.after, program.anchors
         for run, (op, plain, why, dying) in enumerate(zip(program.ops, program.plain, program.why, program.dying)):
             if run in before:
@@ -84,6 +82,8 @@ class Device:
                 self._run(op, plain, why, acts, dying)
             else:
                 self._renew(op, renewals[op], why, acts)
+            if len(changes) > Columns.PACK:
+                copies.pack()
 
     def _run(self, op: int, plain: Plain, why: int, acts: Sequence[Act], dying: Sequence[int]) -> None:
         """Run an op once it has what it reads, and space; then follow the steps of the instant at which it ends."""
