@@ -304,7 +304,8 @@ def test_a_part_that_decides_under_pressure_alone_is_not_asked_where_there_is_no
                 assert not is_taken(replace(plan, online=lambda: Evicts(plan.trace)), platform)  # who knows what
 
     check()
-    assert min(taken, asked) > 10
+    assert taken > 4
+    assert asked > 10
 
 
 @pytest.mark.parametrize("policy", ["sentinel", "g10", "capuchin"])
