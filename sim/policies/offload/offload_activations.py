@@ -15,6 +15,7 @@ from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
 from sim.policies.saved_copies import Packed, Save, following, forward_passes, saves_of, with_copies
+from sim.policies.sharing import shared
 from sim.solvers.cascade import cascade
 from sim.trace.chain import BACKWARD, backward_ops
 from sim.trace.graph import Trace
@@ -61,6 +62,7 @@ class OffloadActivations(Policy):
     saves = MappingProxyType({"copy": "PyTorch copies to the host straight from the saved tensor"})
     needs = frozenset({"host"})
     fidelity = "code"
+    plans_from = "machine"
     rarely = "tensors of random nets are smaller than what is offloaded"
     other_values = by_parameter(
         use_streams=False,
@@ -85,6 +87,9 @@ class OffloadActivations(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """A move out, a wait and a release, a move back and a wait for each saved copy."""
+        return shared(self, problem, lambda: self._plan(problem))
+
+    def _plan(self, problem: Problem) -> Plan:
         platform = problem.platform
         if platform.host is None:
             raise PolicyError(f"offload_activations: {platform.name} has no host tier to copy to")
