@@ -311,10 +311,10 @@ machine, planning, replay, the log.
 
 ## The engine as C
 
-The part of the engine that goes through events one by one (`sim/engine/event_path`) can be compiled by
-[mypyc](https://mypyc.readthedocs.io), from the same source and to the same logs, byte for byte. It is optional, takes
-a C compiler and a minute or two, and is built from a source distribution, so that nothing compiled is left in the
-working tree:
+The parts of the engine that go through events or ops one by one (`event_path` and `copy_path` of `sim/engine`) can be
+compiled by [mypyc](https://mypyc.readthedocs.io), from the same source and to the same logs, byte for byte. It is
+optional, takes a C compiler and a minute or two, and is built from a source distribution, so that nothing compiled is
+left in the working tree:
 
 ```bash
 pip install build

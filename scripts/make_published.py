@@ -107,10 +107,9 @@ REASONS = {
     ),
     "fpres": (
         "Memory is read from the card, cached blocks and the workspaces of cuDNN's algorithms included. Its code keeps "
-        "images in the order of channels first, for which cuDNN transposes the 16-bit operands of a convolution there "
-        "and back: that is left out, and may be why 16-bit rows are half again as fast here. It reads losses from the "
-        "device after each step."
+        "images with channels first, which cuDNN transposes, and reads losses from the device after each step."
     ),
+    "dleres": ("Batch and order of channels are those of the configurations beside the table."),
     "dlebert": ("Only masked tokens reach their head (20 of 128), ours takes all; LAMB stands as a fused Adam."),
     "fpl3": (
         "The vocabulary is padded. Memory is read from the card, in whole GiB, cached blocks, NCCL's buffers and the "
@@ -140,6 +139,23 @@ REASONS = {
         "Which V100, its CPU and the version of PyTorch are not stated. Below 8 images eager runs wait for the CPU, "
         "which takes 1.7 times as long there as the one whose figures are used. As one graph they are within 14 %."
     ),
+    "mpt": (
+        "FlashAttention 1 in Triton; how fast it is on an H100 is not known: there it stands at the rate of version 2, "
+        "the more too fast the longer the sequences. DecoupledAdamW loops over FSDP's flat parameters, ours over "
+        "parameters. Microbatches that do not divide the batch are counted as whole ones."
+    ),
+    "nano": (
+        "Sequence parallelism gathers inside autograd there, which saves the gathered input of some layers. A "
+        "vocabulary of 50,257 or 50,258 makes its products several times slower, which is left out. With small "
+        "microbatches their CPU sets the pace."
+    ),
+    "titanB": "Cards of 500 W; clocks under a limit of power are left out.",
+    "te": "The card is not printed, and taken to be an H100.",
+    "lit": (
+        "Copies of bitsandbytes of that time save the input of each 4-bit layer, and LitGPT's LoRA pads the result of "
+        "its joint projection with zeros: both are left out."
+    ),
+    "mfm": "The configuration file is a guess.",
     "lf": (
         "Recomputation is a default that is not stated. Card readings in whole GB, context and cached blocks included."
     ),
@@ -190,7 +206,7 @@ def both(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 STACK = ("stack", "dispatch", "loss")
 """A setup's keys that say which kernels run, and how they are launched."""
 
-SOFTWARE = ("batch", "accumulate", "tf32", "network", "bucket", "gradient_buffer", "optimizer")
+SOFTWARE = ("batch", "accumulate", "network", "flash", "bucket", "gradient_buffer", "optimizer")
 """A setup's keys that may differ between the same run on two machines: sizes, networks, and libraries' versions."""
 
 USUAL = {"dp": 1, "tp": 1, "pp": 1, "zero": 0, "sequence_parallel": False}
@@ -200,6 +216,11 @@ USUAL = {"dp": 1, "tp": 1, "pp": 1, "zero": 0, "sequence_parallel": False}
 def counts_tensors(row: Row) -> bool:
     """Whether a printed peak is what tensors hold: neither cached blocks nor a context are in it."""
     return any(words in row["peak_memory_definition"] for words in ("max_memory_allocated", "peak active"))
+
+
+def reads_card(row: Row) -> bool:
+    """Whether a printed peak is said to be all that is taken of a card."""
+    return row["peak_memory_definition"].startswith("NVML")
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -253,14 +274,38 @@ def bars(figures: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     found = both(figures)
     ratio = [row for a, b, _ in pairs(found, ["policy"], ["sequence_parallel"]) for row in (a, b)]
+    own = {"time": {"by_machine": {name: machine_bar(part) for name, part in by_machine(found).items()}}}
     return {
         kind: {
             "rows": len(part),
             "sources": sources_of(kind, found),
             **bar(part),
             "machines": sorted({row["setup"]["profile"] for row in (ratio if kind == "policies" else found)}),
+            **own.get(kind, {}),
         }
         for kind, part in errors(found).items()
+    }
+
+
+FEWEST = {"rows": 10, "sources": 3}
+"""How many rows and sources of a machine are enough for an error of its own."""
+
+
+def machine_bar(found: Sequence[Row]) -> dict[str, Any]:
+    """The distribution of the errors of times of one machine's rows."""
+    return {"sources": len(set(map(source_of, found))), **bar(errors(found)["time"])}
+
+
+def by_machine(found: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each machine of which there are enough."""
+    rows: dict[str, list[Row]] = {}
+    for row in found:
+        if rate_error(row) is not None:
+            rows.setdefault(row["setup"]["profile"], []).append(row)
+    return {
+        name: rows[name]
+        for name in sorted(rows)
+        if len(rows[name]) >= FEWEST["rows"] and len(set(map(source_of, rows[name]))) >= FEWEST["sources"]
     }
 
 
@@ -315,10 +360,12 @@ def summary(found: Sequence[Row]) -> list[str]:
     ]
     groups += [
         (", a reading of what PyTorch's tensors hold", [row for row in found if counts_tensors(row)]),
-        (", a reading of the card, or not said which", [row for row in found if not counts_tensors(row)]),
+        (", a reading of the whole card", [row for row in found if reads_card(row)]),
+        (", a reading of which it is not said", [row for row in found if not (counts_tensors(row) or reads_card(row))]),
     ]
+    machines = [(f", on `{name}`", part) for name, part in by_machine(found).items()]
     for kind, what in WHAT.items():
-        for name, part in groups:
+        for name, part in [*groups, *(machines if kind == "time" else ())]:
             values = errors(part)[kind]
             if values and (not name or kind == "peak" or (kind == "time" and "reading" not in name)):
                 b = bar(values)
@@ -433,7 +480,7 @@ def what(row: Row) -> str:
     s = row["setup"]
     model = s.get("cnn") or (s["model"] if isinstance(s["model"], str) else row["model"])
     words = [model, f"{s['batch']}" + (f" x {s['sequence']}" if "sequence" in s else "")]
-    words.append("tf32" if s.get("tf32") else s["precision"])
+    words.append(s["precision"] + (", channels last" if s.get("channels_last") else ""))
     words += [f"{s['accumulate']} micro-batches"] if s.get("accumulate", 1) > 1 else []
     words += [f"{key} {s[key]}" for key in ("dp", "zero", "tp", "pp") if s.get(key, 0) > (key != "zero")]
     words += ["sequence parallel"] if s.get("sequence_parallel") else []

@@ -218,6 +218,7 @@ SHORTEST = 3
 """Characters of a word that is compared by itself."""
 
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("adam", "adamw"), ("adamw_foreach", "adamw_fused")),
     **dict.fromkeys(("float16", "half"), ("fp16",)),
     **dict.fromkeys(("bfloat16", "brain_float"), ("bf16",)),
     **dict.fromkeys(("float32", "float", "single"), ("fp32",)),

@@ -9,6 +9,7 @@ from sim.analysis.residence import residence
 from sim.engine.replay import RECOMPUTE_LIMIT, replay
 from sim.hardware.platform import Platform
 from sim.plan import Plan, Run
+from sim.regathering import gathered_once
 from sim.trace.graph import Trace
 
 
@@ -34,7 +35,7 @@ def run_iteration(
     Raises what the engine raises.
     """
     own = None if last else frozenset(plan.trace.tensor_id(tensor) for tensor in plan.place)
-    ran = continued(plan, history)
+    ran = continued(gathered_once(plan), history)
     return Run(trace, ran, replay(ran, platform, returned=own, recompute_limit=recompute_limit))
 
 

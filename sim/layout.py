@@ -26,7 +26,7 @@ from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.rewrites.batching import batch_ops, batched, own_ops
 from sim.rewrites.chunks import CHUNKED, Chunks, as_base, cut, joined
-from sim.rewrites.dimensions import TENSOR, column_axis, dimensions
+from sim.rewrites.dimensions import TENSOR, column_axis, dimensions, own_tokens, token_axis
 from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
 from sim.rewrites.gradient_buffer import gradient_buffers
@@ -538,7 +538,8 @@ def divisible(trace: Trace) -> int:
     for t in known.has[TENSOR]:
         shape = trace.tensor_columns.shape.get(t, ())
         if trace.tensor_columns.layer[t] >= 0 and not known.family[t] and len(shape) > 2:
-            found = math.gcd(found, shape[1] if len(shape) == 4 else shape[-1])
+            by_head = len(shape) == 4 or _is_by_head(trace, shape)
+            found = math.gcd(found, shape[1] if by_head else shape[-1])
     for name in experts_of(trace):
         shape = trace.tensor_columns.shape[trace.tensor_id(name)]
         at = column_axis(name)
@@ -547,6 +548,12 @@ def divisible(trace: Trace) -> int:
         if trace.producer[t] < 0 and ONE_EXPERT.fullmatch(name):
             found = math.gcd(found, trace.tensor_columns.shape[t][-1])
     return found
+
+
+def _is_by_head(trace: Trace, shape: tuple[int, ...]) -> bool:
+    """Whether a shape is (batch, heads, tokens), the tokens padded or not, as of what attention saves of its scores."""
+    tokens = own_tokens(trace) or 0
+    return shape[0] == trace.meta.get("batch") and token_axis(trace, shape) < 0 and 0 < tokens <= shape[2]
 
 
 def part_of_layer(trace: Trace, layout: Layout) -> dict[int, int]:

@@ -44,7 +44,7 @@ TRAITS = (
         "manages",
         "yields",
     ),
-    *("splits_batch", "plans_ahead", "saves"),
+    *("splits_batch", "plans_ahead", "plans_from", "saves"),
 )
 PROFILE = ("name", "description", "devices", "home_tier", "home_bytes", "peak", "peak_dtype", "host_link", "assumed")
 PARAMETER = ("name", "type", "default", "expected", "choices", "bounds")

@@ -22,7 +22,8 @@ STAGES, MICRO_BATCHES = 4, 4
 
 
 def machine(*networks: Network, devices: int = 1) -> Platform:
-    return replace(load_profile("a100_80_sxm", overrides={"devices": str(devices)}), networks=networks)
+    in_fp32 = {"engines.gpu.peak.tf32": "19.5 TFLOP/s", "engines.gpu.image_order.tf32": "any"}
+    return replace(load_profile("a100_80_sxm", overrides={"devices": str(devices), **in_fp32}), networks=networks)
 
 
 @pytest.fixture(scope="module")

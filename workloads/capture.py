@@ -323,6 +323,7 @@ def _check_options(kernels: str, numbers: Mapping[str, tuple[Any, int]]) -> None
 def _facts(recording: Recording, kernels: str) -> dict[str, Any]:
     """What a trace's metadata says of its capture."""
     counted = [k for k in recording.kernels if k.phase != "update" and not k.recomputed]
+    orders = recording.convolutions
     again = sum(k.recomputed for k in recording.kernels)
     uncounted = Counter(k.op for k in recording.kernels if not k.flops and kind_of(k.op, k.phase) in PRODUCTS)
     return {
@@ -338,6 +339,7 @@ def _facts(recording: Recording, kernels: str) -> dict[str, Any]:
         "folded": recording.folded,
         "on_host": recording.host,
         **({RECOMPUTED: again} if again else {}),
+        **({"channels_last": True} if orders.get(True, 0) > orders.get(False, 0) else {}),
         **({"assumed": dict(recording.assumed)} if recording.assumed else {}),
         **({"uncounted": dict(sorted(uncounted.items()))} if uncounted else {}),
     }

@@ -38,6 +38,7 @@ def cnn(
     micro_batches: int = 1,
     inplace_relu: bool = True,
     kernels: str = "torch",
+    channels_last: bool = False,
     stack: str = "eager",
     zeros: Zeros | None = None,
 ) -> Trace:
@@ -46,7 +47,8 @@ def cnn(
     name: see `cnn_names()`.
     batch: images per iteration.
     image: height and width of an image in pixels; by default the network's own (224, inception-v4 299).
-    precision, optimizer: as for `transformer`.
+    precision, optimizer: as for `transformer`. In fp32, convolutions are rounded to TF32 where a chip has it, as
+        PyTorch does by default.
     classes: width of the last layer.
     dropout: replaces the network's probability.
     micro_batches: gradients are accumulated over that many parts of the batch; each part updates the running statistics
@@ -55,6 +57,8 @@ def cnn(
         Hugging Face's.
     kernels: `torch`, or `cudnn` as in the systems before PyTorch: pooling saves no indices, and an in-place ReLU also
         overwrites its gradient.
+    channels_last: images and filters have their channels last (`torch.channels_last`), so that chips whose libraries
+        convolve in that order transpose nothing.
     stack: as for `transformer`.
     zeros: the fraction of zeros in the results of ReLUs, on which sparse codecs depend; see `with_zeros`. By default
         nothing is stated of it.
@@ -116,6 +120,7 @@ def cnn(
         "layers": layers,
         "inplace_relu": inplace_relu,
         "kernels": kernels,
+        **({"channels_last": True} if channels_last else {}),
         "alternatives": "time factors of convolution algorithms are estimates",
         "parameters": sum(value.elements for value, _ in tape.parameters),
     }

@@ -101,7 +101,11 @@ def default_step(
     """
     library = _library(where)
     for axis, value, known in (
-        ("precision", precision, [p.name for p in PRECISIONS.values() if not (p.master or p.linear)]),
+        (
+            "precision",
+            precision,
+            [p.name for p in PRECISIONS.values() if not (p.master or p.linear or p.name == "tf32")],
+        ),
         ("attention", attention, ATTENTION),
         ("optimizer", optimizer, (None, *OPTIMIZERS)),
     ):

@@ -27,6 +27,13 @@ def stored_bytes(elements: int, dtype: str) -> int:
     return -(-elements // 2) + scales
 
 
+CONVOLUTIONS = ("conv",)
+"""Kinds of op that PyTorch runs in TF32 unless it is told not to (`torch.backends.cudnn.allow_tf32`)."""
+
+PRODUCTS = ("conv", "matmul", "attention")
+"""Those that it runs in TF32 after `torch.set_float32_matmul_precision("high")`."""
+
+
 @dataclass(frozen=True)
 class Precision:
     """How a training run uses number types.
@@ -43,6 +50,7 @@ class Precision:
     linear: an 8-bit type in which the linear layers inside the model's layers multiply (`workloads.eight_bits`), ""
         for `compute`. All else, attention and the head among it, computes as without it.
     stored: the type in which the weights of these linear layers lie in memory, "" for `weight`; for inference alone.
+    tf32: the kinds of op whose fp32 operands a chip may round to TF32 while it multiplies, where it has units for that.
     """
 
     name: str
@@ -53,6 +61,11 @@ class Precision:
     main_gradients: bool = False
     linear: str = ""
     stored: str = ""
+    tf32: tuple[str, ...] = CONVOLUTIONS
+
+    def arithmetic(self, kind: str, dtype: str) -> str:
+        """The type in which an op of a kind computes whose operands have this type."""
+        return "tf32" if dtype == "fp32" and kind in self.tf32 else dtype
 
     @property
     def gradient(self) -> str:
@@ -69,6 +82,7 @@ PRECISIONS = {
     p.name: p
     for p in (
         Precision("fp32", "fp32", "fp32"),
+        Precision("tf32", "fp32", "fp32", tf32=PRODUCTS),
         Precision("bf16", "bf16", "bf16"),
         Precision("fp16", "fp16", "fp16"),
         Precision("amp_bf16", "fp32", "bf16", autocast=True),

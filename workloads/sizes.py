@@ -343,6 +343,7 @@ class Known:
         for formulas in self.formulas:
             if (trace := formulas.at(batch, sequence)) is not None:
                 self.hits += 1
+                formulas.trace.derive()  # others are likely to follow
                 self.formulas.remove(formulas)
                 self.formulas.insert(0, formulas)  # the next sizes are likely to be alike
                 return trace

@@ -276,7 +276,9 @@ class Tape:
             flops=kernel.flops,
             bytes=touched,
             random=kernel.random,
-            dtype=next((v.dtype for v in operands if v.dtype in ARITHMETIC), ""),
+            dtype=self.precision.arithmetic(
+                kernel.kind, next((v.dtype for v in operands if v.dtype in ARITHMETIC), "")
+            ),
             splits=self._splits(kernel, (*reads, *extra)) if self.samples > 1 else (),
             function=kernel.function,
             counted=kernel.counted,

@@ -70,7 +70,8 @@ def transformer(
         configuration object of `transformers` (anything with `to_dict()`).
     batch: samples per iteration.
     sequence: tokens per sample.
-    precision: fp32, bf16, fp16 (everything in that type, the optimizer's state included), amp_bf16, amp_fp16 (fp32
+    precision: fp32, bf16, fp16 (everything in that type, the optimizer's state included), tf32 (as fp32, but products
+        are rounded to TF32 where a chip has it: `torch.set_float32_matmul_precision("high")`), amp_bf16, amp_fp16 (fp32
         weights under autocast), mixed_bf16, mixed_fp16 (16-bit weights and gradients, fp32 master weights and state),
         megatron_bf16 (as mixed_bf16, but the gradients of weights are kept in fp32), mixed_fp8, megatron_fp8 (as
         those in bf16, but linear layers multiply in FP8, see `workloads.eight_bits`); with `generate` fp8 and int8

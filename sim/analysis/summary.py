@@ -215,7 +215,7 @@ def _utilisations(log: EventLog) -> tuple[float | None, float | None]:
     """
     c = log.trace.op_columns
     engines = [log.platform.engine_for(device) for device in np.unique(c.device).tolist()]
-    if not log.end or not log.complete or not int(c.flops.sum()):
+    if not log.end or not log.complete or not c.flops.any():
         return None, None
     types, which = log.trace.op_types
     main_type = types[int(np.argmax(np.bincount(which, weights=c.flops)))]
@@ -229,6 +229,6 @@ def _utilisations(log: EventLog) -> tuple[float | None, float | None]:
     ranks = origin.symmetric if origin is not None else 1
     why, op, lane = log.interval("why"), log.interval("op"), log.interval("lane")
     ran = ((why == RUN) | (why == RECOMPUTE) | (why == CODEC)) & (op >= 0) & np.isin(lane, engines)
-    executed = int(log.trace.counted_flops[op[ran]].sum())
+    executed = sum(log.trace.counted_flops[op[ran]].tolist())  # may be more than 64 bits hold
     model = log.trace.meta.get("model_flops")
     return (model / (possible * ranks) if isinstance(model, (int, float)) else None), executed / possible

@@ -138,7 +138,7 @@ class _Given:
 
     def _hashes(self) -> dict[str, str]:
         """Of the trace, which itself caches its first hash, and the platform."""
-        return {"trace": Trace.content_hash.func(self.trace), "platform": repr(self.platform)}  # type: ignore[attr-defined]
+        return {"trace": self.trace.hashed_anew(), "platform": repr(self.platform)}
 
     @cached_property
     def _fresh(self) -> Trace:

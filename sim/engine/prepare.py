@@ -291,6 +291,16 @@ class Prepared:
         return TraceColumns(self.trace)
 
     @cached_property
+    def deaths(self) -> tuple[list[int], list[list[int]]]:
+        """Per tensor the last op that uses it, -1 for none, and per op what may be freed at its end if none is
+        recomputed, in the order of `touched`."""
+        columns = self.columns
+        order = np.argsort(columns.free_op, kind="stable")
+        ends = np.searchsorted(columns.free_op[order], np.arange(1, len(self.total) + 1)).tolist()
+        freed = _listed(columns.freed[order])
+        return _listed(columns.last_use), [freed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    @cached_property
     def freeable(self) -> list[bool]:
         """Per tensor whether it may be freed once nobody reads it: it has a producer and is not an output."""
         return _listed(freeable(self.trace))

@@ -1,8 +1,9 @@
 """Replays a plan: the one entry of the engine.
 
 What a run needs of the trace on the platform is prepared (`prepare`) and the plan's actions are resolved (`resolve`).
-A run that is a straight sequence takes the array path (`array_path`); any other, and one that fails, takes the event
-path (`event_path`): devices, engines and links, one event after the other. Both write the same log.
+A run that is a straight sequence takes the array path (`array_path`), one device with planned copies beside it the copy
+path (`copy_path`); any other, and one that fails, takes the event path (`event_path`): devices, engines and links, one
+event after the other. All write the same log.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Collection
 
 from sim.collecting import uncollected
 from sim.engine import array_path
+from sim.engine.copy_path import covered, device
 from sim.engine.event_path.run import run
 from sim.engine.prepare import prepare
 from sim.engine.resolve import Resolved
@@ -36,8 +38,8 @@ def replay(
         end must be that of the start; None for all. The others stay where they are.
     recompute_limit: how many times the ideal time of the trace (every op once, one after the other) recomputation may
         take before the run is refused as thrashing; None for no limit.
-    fast: whether to take the array path where it applies, and else for plain ops the fast path; False is slower, with
-        an equal log.
+    fast: whether to take the array path or the copy path where it applies, and else for plain ops the fast path; False
+        is slower, with an equal log.
 
     Raises OutOfMemory and Thrashing (with the partial log), IllegalPlan naming op and tensor, Deadlock naming who
     waits for what, ProfileError and TraceError where trace and platform do not go together.
@@ -47,6 +49,10 @@ def replay(
         resolved = Resolved(plan, platform, prepared)
         if fast and array_path.covers(plan, platform, prepared, resolved):
             log = array_path.run(plan, platform, prepared, resolved, recompute_limit)
+            if log is not None:
+                return log
+        if fast and covered.covers(plan, platform, prepared, resolved):
+            log = device.run(plan, platform, prepared, resolved, recompute_limit)
             if log is not None:
                 return log
         return run(plan, platform, prepared, resolved, fast=fast, returned=returned, recompute_limit=recompute_limit)

@@ -70,6 +70,7 @@ class Anchored:
     recomputed: the ops of all Recomputes.
     waited: the tensors of all Waits.
     run: what the array path makes of the plan, once it has been asked to; see `array_path.Rows`.
+    copied: the same of the copy path; see `copy_path.covered.Program`.
     """
 
     before: dict[int, list[Act]] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class Anchored:
     recomputed: list[int] = field(default_factory=list)
     waited: set[int] = field(default_factory=set)
     run: list[Any] = field(default_factory=list)
+    copied: list[Any] = field(default_factory=list)
 
     @cached_property
     def columns(self) -> ActionColumns | None:

@@ -147,6 +147,7 @@ class _Assembly:
                     main=part.main,
                     cores=part.cores.value.number if part.cores else 0,
                     lacks=tuple(kind for kind in KINDS if part.unit_of(kind) == "none"),
+                    transposes=part.transposed(),
                 )
 
     def _reached(self, part: EnginePart, device: int) -> Iterator[str]:

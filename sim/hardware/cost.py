@@ -110,7 +110,7 @@ class OpTimes:
 
     engine: position of the engine in `platform.engines`.
     fixed: ns of launch and arithmetic, or the duration measured in the trace.
-    bytes: bytes touched in memory, 0 where the duration was measured.
+    bytes: bytes touched in memory, those of transpositions (`transposed`) included; 0 where the duration was measured.
     rate: bytes/s at which the engine touches them.
     total: ns of both parts when nothing else uses the memory, rounded up.
     """
@@ -138,6 +138,7 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
         engine[(c.device == device) & ~named] = platform.engine_for(device)
     types, type_of = trace.op_types
     fixed, rate = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    moved = trace.touched.copy()
     group = (engine.astype(np.int64) * len(KINDS) + c.kind) * max(len(types), 1) + type_of
     for key in np.unique(group):
         rows = np.flatnonzero(group == key)
@@ -148,12 +149,13 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
             what = f"ops of kind {kind!r}, such as {c.name[int(rows[0])]!r}"
             raise ProfileError(f"{platform.name}: engine {unit.name!r} cannot run {what}; engines that can: {able}")
         fixed[rows] = _fixed_ns(unit, kind, types[type_of[rows[0]]], c.flops[rows])
+        moved[rows] += transposed(trace, rows, unit)
         if kind == "optimizer" and unit.device >= 0:
             fixed[rows] += (kernels(trace)[rows] - 1) * unit.launch
         rate[rows] = bytes_per_second(unit, kind, platform.tier(unit.home))
     measured = c.duration >= 0
     whole = np.where(measured, c.duration, fixed)
-    touched = np.where(measured, 0, trace.touched)
+    touched = np.where(measured, 0, moved)
     if platform.op_time == "bound":
         alone = np.array([unit.launch for unit in platform.engines], np.int64)[engine]
         cores = np.array([unit.cores for unit in platform.engines], np.int64)[engine]
@@ -163,6 +165,33 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
     for column in (engine, whole, touched, rate, total):
         column.setflags(write=False)  # the engine and all who estimate share them
     return OpTimes(engine, whole, touched, rate, total)
+
+
+def transposed(trace: Trace, ops: NDArray[np.int64], unit: Engine) -> NDArray[np.int64]:
+    """Bytes that an engine reads and writes to transpose the images of convolutions. Shape (ops,).
+
+    A library whose kernels take channels last (`Engine.transposes`) transposes operands and results of a convolution
+    with channels first there and back: each is read and written once more. The gradients of input and weight are two
+    convolutions, which transpose the incoming gradient each for itself. Nothing is transposed in a trace whose images
+    have channels last (`meta["channels_last"]`), nor under `torch.compile`, which puts them last. Left out: launches of
+    these kernels, and the memory of the copies.
+
+    ops: positions of ops of one kind and type.
+    unit: the engine that runs them.
+    """
+    c, t = trace.op_columns, trace.tensor_columns
+    again = np.zeros(len(ops), np.int64)
+    if not len(ops) or KINDS[c.kind[ops[0]]] != "conv" or not unit.transposes:
+        return again
+    if trace.meta.get("channels_last") or trace.meta.get("stack") == "compiled":
+        return again
+    if peak_dtype(unit, c.dtype[int(ops[0])]) not in unit.transposes:
+        return again
+    for place, op in enumerate(ops.tolist()):
+        gradients = sum(len(t.shape.get(i, ())) != 1 for i in trace.writes(op))  # but for that of a bias
+        if gradients > 1:
+            again[place] = t.bytes[trace.reads(op)[0]]  # what arrives is the first operand
+    return 2 * (trace.touched[ops] + again)
 
 
 def kernels(trace: Trace) -> NDArray[np.int64]:
@@ -219,8 +248,9 @@ def ns_on(trace: Trace, ops: NDArray[np.int64], platform: Platform, engine: int)
     """
     c, unit = trace.op_columns, platform.engines[engine]
     kind = KINDS[c.kind[ops[0]]]
+    moved = trace.touched[ops] + transposed(trace, ops, unit)
     rate = np.full(len(ops), bytes_per_second(unit, kind, platform.tier(unit.home)), np.int64)
-    fixed, bytes = _fixed_ns(unit, kind, c.dtype[int(ops[0])], c.flops[ops]), _ceil_ns(trace.touched[ops], rate)
+    fixed, bytes = _fixed_ns(unit, kind, c.dtype[int(ops[0])], c.flops[ops]), _ceil_ns(moved, rate)
     if platform.op_time == "bound":
         each = np.ones(len(ops), np.int64)
         fixed = _bounded(trace, ops, fixed, unit.launch * each, unit.cores * each, bytes)

@@ -1,7 +1,8 @@
 """A machine of many nodes as a layout uses it: one device per stage, which stands for its symmetric ranks.
 
 The platform describes one node. Of `stages * ranks` devices, ranks of a stage next to each other, of these those of a
-replica, and of these those that divide the layers for the same tokens, the devices that are simulated get their share
+replica, and of these those that divide the layers for the same tokens, and none of these groups on two nodes where it
+fits into one (of 8 devices a node, six are used where a stage has six), the devices that are simulated get their share
 of what a node's devices share: of n nodes and s stages on N devices, capacity and rates of a shared part are multiplied
 by n s / N, so that eight offloading cards have an eighth of a host each. Hosts of several nodes count as one memory of
 their sum.
@@ -118,7 +119,7 @@ class _Placement:
         self.node, self.stages, self.ranks = node, stages, replicas * tensor * context
         self.replicas, self.tensor, self.context = replicas, tensor, context
         total = stages * self.ranks
-        self.per_node = min(node.devices, total)
+        self.per_node = total if total <= node.devices else self._used(node.devices)
         self.nodes = -(-total // self.per_node)
         self.share = Fraction(self.nodes * stages, total)
         self.levels = self._levels(total)
@@ -130,10 +131,17 @@ class _Placement:
         self.tier_device = {tier.name: tier.device for tier in node.tiers}
         self.inner, self.inner_rate = self._inner()
 
+    def _used(self, devices: int) -> int:
+        """Devices of a node that are used: as many as whole stages take, or whole groups that divide layers and tokens,
+        so that neither straddles two nodes where it fits into one."""
+        units = (self.ranks, self.tensor * self.context, self.tensor, 1)
+        unit = next(unit for unit in units if unit <= devices)
+        return devices // unit * unit
+
     def _levels(self, total: int) -> list[tuple[int, Network]]:
         """From inside to outside the devices that each network joins, at most all that are used, and the network."""
         networks = self.node.networks if self.nodes > 1 else ()
-        joined = [min(network.per_node, total) for network in networks[1:]]
+        joined = [min(network.per_node // self.node.devices * self.per_node, total) for network in networks[1:]]
         return [(size, network) for size, network in zip((*joined, total), networks, strict=False)]
 
     def _inner(self) -> tuple[Link | None, int]:

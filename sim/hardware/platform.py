@@ -115,6 +115,7 @@ class Engine:
     lacks: kinds of op that it cannot run.
     main: whether it runs the device's ops unless they name another engine.
     cores: among which blocks of a product are shared out, 0 where nobody says.
+    transposes: types in which it convolves images with channels last, and transposes others there and back.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Engine:
     main: bool = True
     lacks: tuple[str, ...] = field(default=(), repr=False)
     cores: int = field(default=0, repr=False)
+    transposes: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +457,8 @@ class Platform:
         parts = (self.name, self.tiers, self.engines, self.links, self.pools, sorted(self.energy.items()))
         if any(engine.lacks for engine in self.engines):
             parts = (*parts, tuple(engine.lacks for engine in self.engines))
+        if any(engine.transposes for engine in self.engines):
+            parts = (*parts, "transposes", tuple(engine.transposes for engine in self.engines))
         if self.op_time != "sum":
             parts = (*parts, self.op_time, tuple(engine.cores for engine in self.engines))
         if self.dispatch:

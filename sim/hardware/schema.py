@@ -44,6 +44,9 @@ ALLOCATORS = ("exact", "caching", "pool", "planned")
 UNITS = ("vector", "scalar", "none")
 """With what an engine runs a kind of op: with whole vectors, one element at a time, or not at all."""
 
+IMAGE_ORDERS = ("any", "channels_last")
+"""In which order of their dimensions an engine convolves images."""
+
 BITS = {"fp64": 64, "fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8}
 """Width of an element."""
 
@@ -89,6 +92,10 @@ def _count(value: Any) -> Quantity:
 
 def _unit_word(value: Any) -> Quantity:
     return Quantity(_one_of(UNITS, f"one of {', '.join(UNITS)}")(value), str(value))
+
+
+def _image_order(value: Any) -> Quantity:
+    return Quantity(_one_of(IMAGE_ORDERS, f"one of {', '.join(IMAGE_ORDERS)}")(value), str(value))
 
 
 def _no_measurement(value: Any) -> Quantity:
@@ -152,6 +159,7 @@ Power = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_power, 
 Energy = Figure[Annotated[Quantity, PlainValidator(_with_unit(units.parse_energy, zero=True))]]
 Count = Figure[Annotated[Quantity, PlainValidator(_count)]]
 Runs = Figure[Annotated[Quantity, PlainValidator(_unit_word)]]
+ImageOrder = Figure[Annotated[Quantity, PlainValidator(_image_order)]]
 Part = Figure[Annotated[Quantity, PlainValidator(_number(Fraction(0), Fraction(1), "a fraction above 0, up to 1"))]]
 Share = Figure[Annotated[Quantity, PlainValidator(_number(Fraction(0), Fraction(100), "a number from 0 to 100"))]]
 Residual = Figure[Annotated[Quantity, PlainValidator(_no_measurement)]]
@@ -312,6 +320,8 @@ class EnginePart(Sourced):
     units: by type: the multiply-add units of a core
     runs: by kind of op: what runs it, `vector` (default), `scalar` (one element at a time) or `none`: this engine
         cannot
+    image_order: by type: `channels_last` where its convolutions need images in that order, and those with channels
+        first, as PyTorch has them by default, are transposed there and back; `any` (default)
     """
 
     home: TierName
@@ -328,6 +338,7 @@ class EnginePart(Sourced):
     vector: Width | None = None
     units: dict[Dtype, Count] = {}
     runs: dict[Kind, Runs] = {}
+    image_order: dict[Dtype, ImageOrder] = {}
 
     @model_validator(mode="after")
     def _capability(self) -> EnginePart:
@@ -359,6 +370,11 @@ class EnginePart(Sourced):
             return {}
         rate, width = self.cores.value.number * self.clock.value.number, self.vector.value.number
         return {dtype: rate * (width // BITS[dtype]) * figure.value.number * 2 for dtype, figure in self.units.items()}
+
+    def transposed(self) -> tuple[str, ...]:
+        """The types in which it convolves images with channels last alone, in the order of `STAND_INS`."""
+        orders = {dtype: figure.value.number for dtype, figure in self.image_order.items()}
+        return tuple(dtype for dtype in STAND_INS if orders.get(dtype) == "channels_last")
 
     def unit_of(self, kind: str) -> str:
         """With what it runs a kind of op, one of `UNITS`."""

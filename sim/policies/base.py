@@ -13,7 +13,7 @@ from annotated_types import Ge
 from sim.declared import OneOf, allows, declarations, expected, hint, is_trait
 from sim.errors import PolicyError, near
 from sim.plan import Plan, Problem
-from sim.policies.traits import FIDELITIES, MANAGED_AS, MANAGES, NEEDS, SAVINGS, Fidelity, Managed, Needed
+from sim.policies.traits import FIDELITIES, MANAGED_AS, MANAGES, NEEDS, SAVINGS, Fidelity, Managed, Needed, PlansFrom
 from sim.policies.writing import text_of
 from sim.trace.graph import Trace
 
@@ -29,6 +29,7 @@ __all__ = [
     "Join",
     "Managed",
     "Needed",
+    "PlansFrom",
     "Policy",
     "by_parameter",
     "default_of",
@@ -94,6 +95,9 @@ class Policy:
     plans_ahead: what an online policy takes from the whole trace before it starts, "" for nothing; its choices then
     depend on what comes after.
     slow: planning takes long, so that `compare` leaves it out unless it is named.
+    plans_from: what its plan depends on at most: the whole `problem`; the trace and the `machine`, but neither the
+    budget nor the seed, history or replays; or the `structure` of the trace alone, no size, no FLOPs, no fact in
+    `meta`, and nothing of the machine. Who plans by `sim.policies.sharing` then plans once for all that is alike.
 
     Three more say how its tests try it. other_values: per parameter a value that is not the default, with which some
     run differs (`by_parameter`); `Beside` where it takes others to show. unseen: per parameter for which no quick run
@@ -116,6 +120,7 @@ class Policy:
     splits_batch: ClassVar[bool] = False
     plans_ahead: ClassVar[str] = ""
     slow: ClassVar[bool] = False
+    plans_from: ClassVar[PlansFrom] = "problem"
     saves: ClassVar[Mapping[Annotated[str, OneOf(SAVINGS)], str]] = MappingProxyType({})
     other_values: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     unseen: ClassVar[Mapping[str, str]] = MappingProxyType({})

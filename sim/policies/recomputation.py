@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from sim.plan import Plan, Problem
+from sim.plan import Problem
 from sim.policies.base import Policy, by_parameter
 from sim.solvers.schedule import Schedule
 from sim.solvers.unnecessary import remove_unnecessary
-from sim.trace.kept import kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +22,6 @@ class RecomputationPlanner(Policy):
     other_values = by_parameter(remove_unnecessary=True)
 
     remove_unnecessary: bool = False
-
-    def from_trace(self, problem: Problem, make: Callable[[], Plan]) -> Plan:
-        """The plan that `make` makes of the trace and nothing else: made once for each trace, with these parameters."""
-        if self.remove_unnecessary:
-            return make()  # that looks at times and at the budget
-        return kept(problem.trace, "plans", self, make)
 
     def finished(self, problem: Problem, schedule: Schedule) -> Schedule:
         """The schedule as it leaves the planner."""

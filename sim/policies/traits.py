@@ -11,6 +11,7 @@ Managed = Literal["activations", "gradients", "optimizer_state", "weights"]
 Needed = Literal[
     "chain", "layers", "history", "experts", "drive", "slc", "pool", "host", "cpu", "backward", "inference", "peers"
 ]
+PlansFrom = Literal["problem", "machine", "structure"]
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 MANAGES: tuple[Managed, ...] = get_args(Managed)

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 
@@ -22,6 +22,7 @@ class Bar:
     sources: of how many public tables these are.
     median, nine_tenths, worst: errors of the middle one, of nine tenths of them, of the worst.
     machines: profiles that these were simulated on.
+    by_machine: of those with enough rows the same for these alone.
     """
 
     rows: int
@@ -30,6 +31,7 @@ class Bar:
     nine_tenths: float
     worst: float
     machines: tuple[str, ...] = ()
+    by_machine: Mapping[str, Bar] = field(default_factory=dict)
 
 
 @cache
@@ -39,7 +41,8 @@ def error_bar(statement: str) -> Bar:
     Raises KeyError on another name.
     """
     found = json.loads((files("sim.report") / "error_bars.json").read_text(encoding="utf-8"))[statement]
-    return Bar(**{**found, "machines": tuple(found["machines"])})
+    own = {name: Bar(**part) for name, part in found.get("by_machine", {}).items()}
+    return Bar(**{**found, "machines": tuple(found["machines"]), "by_machine": own})
 
 
 def policies_error() -> float:
@@ -59,18 +62,22 @@ def error_lines(platforms: Iterable[Platform] = ()) -> list[str]:
     platforms: of the result; a machine that no published run is of is named, since there the error is not known.
     """
     ratio, time = error_bar("policies"), error_bar("time")
-    unknown = {
-        p.name: len(p.assumed) for p in platforms if p.assumed and p.name not in {*ratio.machines, *time.machines}
-    }
+    names = {p.name: len(p.assumed) for p in platforms}
+    known = {*ratio.machines, *time.machines}
     caution = [
         f"that error is of other machines: no published run of {name} is among them, and {count} of its figures are "
         "assumed; what it says of this one is not known"
-        for name, count in unknown.items()
+        for name, count in names.items()
+        if count and name not in known
     ]
+    (only,) = names if len(names) == 1 else ("",)
+    own = time.by_machine.get(only)
+    shown, where = (own, f" on {only}") if own else (time, "")
     return [
         f"error, beside published runs: the ratio of two policies' times {_percent(ratio.worst)} (the worst of n = "
-        f"{ratio.rows} pairs of {ratio.sources} sources); a time itself {_percent(time.nine_tenths)} in nine of ten "
-        f"(n = {time.rows}, {time.sources} sources, worst {_percent(time.worst)}); assumed figures come on top",
+        f"{ratio.rows} pairs of {ratio.sources} sources); a time itself {_percent(shown.nine_tenths)} in nine of ten "
+        f"(n = {shown.rows}{where}, {shown.sources} sources, worst {_percent(shown.worst)}); assumed figures come on "
+        "top",
         *caution,
     ]
 

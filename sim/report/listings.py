@@ -269,7 +269,7 @@ def trace_page(trace: Trace, as_json: bool = False) -> str:
     for tensor in tensors:
         if tensor.replaces is None:
             by_role[tensor.role] = by_role.get(tensor.role, 0) + tensor.bytes
-    flops = int(trace.op_columns.flops.sum())
+    flops = sum(trace.op_columns.flops.tolist())  # may be more than 64 bits hold
     record = {
         "ops": len(ops),
         "tensors": len(tensors),

@@ -61,7 +61,8 @@ def batched(trace: Trace) -> NDArray[np.bool_]:
     These are the inputs and the results of ops that split by `batch`, except gradients of weights, weights, optimizer
     states, and tensors whose shape rules it out (a scalar, a random state). The exceptions, and all results of ops that
     split by `batch_sum`, are sums over the samples or the same for all of them. Of results of `batch_own` those of one
-    dimension are statistics.
+    dimension are statistics. A result of backward in the shape of an operand without rows is its gradient, and a sum:
+    that of a weight's copy in another type, beside that of the input, where one op computes both.
     """
     c, own = trace.tensor_columns, own_ops(trace)
     splits = _splits_by(trace, "batch") | own
@@ -71,6 +72,10 @@ def batched(trace: Trace) -> NDArray[np.bool_]:
     out[[t for t, shape in c.shape.items() if trace.producer[t] >= 0 and _has_no_rows(shape, c.name[t], trace)]] = False
     statistics = (t for op in np.flatnonzero(own).tolist() for t in trace.writes(op) if len(c.shape.get(t, ())) < 2)
     out[list(statistics)] = False
+    for op in np.flatnonzero(splits & (trace.op_columns.phase == PHASE_CODE["backward"])).tolist():
+        if len(made := trace.writes(op)) > 1:
+            having, lacking = ({c.shape.get(t) for t in trace.reads(op) if out[t] == rows} for rows in (True, False))
+            out[[t for t in made if c.shape.get(t) in lacking - having - {None}]] = False
     sums = np.append(_splits_by(trace, "batch_sum"), False)[trace.producer]
     for t in np.flatnonzero(sums & (c.replaces >= 0)).tolist():  # what is scaled or added to in place is a sum, too
         while (t := int(c.replaces[t])) >= 0:

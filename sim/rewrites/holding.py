@@ -28,6 +28,7 @@ from sim.trace.origin import (
     Same,
     leaves,
 )
+from sim.trace.tensor import ROLE_CODE
 
 POINTS = ("releases", "unbinds")
 """Columns of ops that name tensors of which the program lets go."""
@@ -57,11 +58,14 @@ def _carried(old: Trace, new: Trace, origin: Origin, places: _Places, key: str) 
     assert new.origin is not None
     order = {t: (rank, op) for rank, (t, op) in enumerate(points(old, key))}
     release_points: list[tuple[int, int, int]] = []
+    gradient = new.tensor_columns.role == ROLE_CODE["gradient"]
     for t, expr in enumerate(origin.tensors):
         producer, name = int(new.producer[t]), _last_name(new, origin, t)
         if producer < 0 or isinstance(origin.ops[producer], Glue) or new.replaced_by[name] >= 0:
             continue
         turn, device = _turn_of_tensor(new, t), int(new.op_columns.device[producer])
+        if turn[1] is not None and gradient[t]:
+            continue  # a microbatch's part of a gradient is added to the others; it is their sum that is held
         held = [(leaf, *order[leaf.id]) for leaf in leaves(expr) if leaf.id in order]
         ends = [(places.last(op, leaf.iteration, turn, device), rank) for leaf, rank, op in held]
         if ends:

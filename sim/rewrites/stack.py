@@ -8,6 +8,7 @@ in the kernel that reads it, so that it is never saved.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 from sim.rewrites.fuse import STREAMED, fuse
@@ -24,6 +25,10 @@ OPTIMIZER = KIND_CODE["optimizer"]
 STREAMED_CODES = frozenset(KIND_CODE[kind] for kind in STREAMED)
 WIDTHS = {"fp64": 8, "int64": 8, "fp32": 4, "int32": 4, "bf16": 2, "fp16": 2}
 UPDATED = tuple(ROLE_CODE[role] for role in ("weight", "optimizer_state"))
+MICROBATCH = re.compile(r"(?:^|\.)(mb\d+)(?:\.|$)")
+"""The part of an op's name that says of which microbatch it is."""
+ACCUMULATES = ".grad.accumulate"
+"""How ops are named that add a microbatch's gradient to those before: autograd does, outside of a compiled graph."""
 
 
 def fuse_streams(
@@ -63,6 +68,7 @@ class _Groups:
 
     depth: how many ops that are not streamed lie, at most, on a way from the start to an op. Between two streamed ops
     of one depth there is none.
+    microbatch: of an op, as its name says; each runs the kernels of its own, and adds its gradients when it has them.
     """
 
     def __init__(self, trace: Trace, columns: bool) -> None:
@@ -70,6 +76,8 @@ class _Groups:
         c = trace.op_columns
         self.kind, self.phase, self.layer = c.kind.tolist(), c.phase.tolist(), op_layers(trace).tolist()
         self.device, self.producer = c.device.tolist(), trace.producer.tolist()
+        found = map(MICROBATCH.search, c.name)
+        self.microbatch = [match.group(1) if match else "" for match in found]
         self.size, self.dtypes, self.shapes = (
             trace.tensor_columns.bytes.tolist(),
             trace.tensor_columns.dtype,
@@ -83,6 +91,8 @@ class _Groups:
 
     def streamed(self, op: int) -> bool:
         c = self.trace.op_columns
+        if c.name[op].endswith(ACCUMULATES):
+            return False
         return self.kind[op] in STREAMED_CODES and self.phase[op] != UPDATE and op not in c.group and op not in c.ring
 
     def found(self) -> list[list[int]]:
@@ -99,7 +109,8 @@ class _Groups:
             if sums and not self.columns:
                 continue
             for p in sorted(makers):
-                if self.streamed(p) and depth[p] == depth[op] and self.joins(p, op):
+                alike = depth[p] == depth[op] and self.microbatch[p] == self.microbatch[op]
+                if self.streamed(p) and alike and self.joins(p, op):
                     self.join(self.find(p), self.find(op))
         groups: dict[int, list[int]] = {}
         for op in range(len(self.root)):

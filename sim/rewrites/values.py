@@ -429,6 +429,8 @@ class _Check:
             for part in expr.parts:
                 available |= self.results(op, part, available, claims, share)
             return available
+        if isinstance(expr, Glue):  # within a kernel: what joins its parts
+            return set(self.closure(list(have), glue=True, adds=True))
         if isinstance(expr, Slots):
             return self.slot_results(op, expr, have, claims, share)
         if isinstance(expr, Along) and len(leaves(expr)) > 1:  # of a kernel: its parts in order, each a share
@@ -558,6 +560,11 @@ class _Check:
     def slot_results(self, op: int, expr: Slots, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
         """What an op computes that updates some parameters of an op of the base."""
         name, leaf = self.trace.op_columns.name[op], expr.of
+        if isinstance(leaf, Fused):  # each of its ops for these parameters, in order
+            available = set(have)
+            for part in leaf.parts:
+                available |= self.slot_results(op, replace(expr, of=part), available, claims, share)
+            return available
         slots = slots_of(self.base, leaf.id) if isinstance(leaf, Same) else []
         if not isinstance(leaf, Same) or len(slots) != expr.count:
             self.report(

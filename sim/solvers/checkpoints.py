@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sim.solvers.regions import Region
 from sim.solvers.schedule import TraceIndex, backward_slice
 from sim.trace.chain import BACKWARD, FORWARD
+from sim.trace.gathers import is_gather
 from sim.trace.graph import PERSISTENT
 from sim.trace.op import KIND_CODE, PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
@@ -302,10 +303,10 @@ class Held:
 def held_by(index: TraceIndex, reruns: Sequence[Rerun], *, reentrant: bool = False) -> Held:
     """What the checkpoints round regions hold beside what autograd saves.
 
-    PyTorch's non-reentrant checkpoint holds the arguments of its function (the region's inputs, except weights and
-    copies of them) until the region's last backward node that saved something has run. The reentrant one runs a
-    backward pass inside the outer one: until that has ended, its arguments, its recomputed results and their
-    gradients are local variables there.
+    PyTorch's non-reentrant checkpoint holds the arguments of its function (the region's inputs, except weights,
+    gathered ones among them, and copies of them) until the region's last backward node that saved something has run.
+    The reentrant one runs a backward pass inside the outer one: until that has ended, its arguments, its recomputed
+    results and their gradients are local variables there.
 
     An autograd node holds what it saved until its gradients have been cast to the types and summed to the shapes of
     what they belong to. What the non-reentrant checkpoint recomputed is a local variable of the node's own kernels,
@@ -330,7 +331,8 @@ def held_by(index: TraceIndex, reruns: Sequence[Rerun], *, reentrant: bool = Fal
             lets_go = {index.released[t] for t in made}
             end = max(op for op in own if op in lets_go or any(is_saved(index, t) for t in index.reads[op]))
         for t in {t for op in inside for t in index.reads[op]} - made:
-            if index.producer[t] < 0 or _casts_weights(index, index.producer[t]):
+            maker = index.producer[t]
+            if maker < 0 or is_gather(index.trace, maker) or _casts_weights(index, maker):
                 continue
             if t in anchor_of and end < anchor_of[t]:
                 drops[t] = max(end, drops.get(t, -1))

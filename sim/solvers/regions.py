@@ -11,6 +11,7 @@ from sim.errors import PolicyError, TraceError
 from sim.plan import Problem
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, FORWARD, Chain, chain
+from sim.trace.gathers import gathers
 from sim.trace.layers import layer_runs, op_layers
 
 
@@ -28,14 +29,19 @@ class Region:
 def layer_regions(index: TraceIndex, policy: str, every: int = 1) -> list[Region]:
     """One region per run of forward ops of the same `every` layers, on each device and for each microbatch.
 
+    What gathers weights (ZeRO's level 3) belongs to no layer, since no checkpoint recomputes it.
+
     Raises PolicyError where no forward op has a layer.
     """
     trace, c, layer = index.trace, index.trace.op_columns, op_layers(index.trace)
     undoing: dict[int, set[int]] = {}
-    for op in np.flatnonzero((c.phase == BACKWARD) & (layer >= 0)).tolist():
+    computing = np.ones(len(c.name), np.bool_)
+    computing[gathers(trace)] = False
+    for op in np.flatnonzero((c.phase == BACKWARD) & (layer >= 0) & computing).tolist():
         undoing.setdefault(layer[op] // every, set()).add(op)
     # an op of no layer ends a layer; between the layers of a group it takes no part
     inside = (c.phase == BACKWARD) | (c.phase == FORWARD) & ((layer >= 0) | (every == 1))
+    inside &= computing
     found = [
         Region(tuple(part), undoing.get(layer[run[0]] // every, set()))
         for run in layer_runs(trace, np.flatnonzero(inside).tolist(), every)

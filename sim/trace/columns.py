@@ -111,6 +111,11 @@ class Graph:
             known = vars(other)
             vars(self).update((name, known[name]) for name in FROM_READS_AND_WRITES if name in known)
 
+    def derive(self) -> None:
+        """Compute what those that are made like this one take over."""
+        for name in FROM_READS_AND_WRITES:
+            getattr(self, name)
+
     def _make_read_only(self) -> None:
         for column in (*vars(self.tensor_columns).values(), *vars(self.op_columns).values()):
             if isinstance(column, np.ndarray):

@@ -16,9 +16,23 @@ from sim.trace.columns import Graph, OpColumns, TensorColumns
 from sim.trace.origin import Origin
 from sim.trace.tensor import ROLE_CODE
 
-__all__ = ["PERSISTENT", "OpColumns", "TensorColumns", "Trace"]
+__all__ = ["PERSISTENT", "OpColumns", "Structure", "TensorColumns", "Trace"]
 
 PERSISTENT = (ROLE_CODE["weight"], ROLE_CODE["optimizer_state"])
+SIZES = frozenset({"bytes", "shape", "flops", "workspace", "counted"})
+"""The columns in which traces of one structure may differ; `bytes` is one of tensors and one of ops."""
+
+
+class Structure:
+    """What traces have in common that differ in sizes alone: what is derived from that is kept with it.
+
+    is_shared: whether several traces have it.
+    hashed: of columns that are no sizes what is hashed, once it is shared.
+    """
+
+    def __init__(self) -> None:
+        self.is_shared = False
+        self.hashed: dict[tuple[int, str], bytes] = {}
 
 
 class Trace(Graph):
@@ -55,9 +69,10 @@ class Trace(Graph):
             self._share(like)
         self.meta: Mapping[str, Any] = MappingProxyType(dict(meta or {}))
         self.origin = origin
+        self._structure: Structure | None = None
         if like is None or meta is not like.meta:
             validity.check_meta(self.meta)
-        if like is None or not self._has_other_releases_alone(like):
+        if like is None or not self.has_other_releases_alone(like):
             validity.check_graph(self)
         self.outputs = self._default_outputs() if outputs is None else tuple(int(t) for t in outputs)
         named = tuple((int(a), int(b)) for a, b in carry or ())
@@ -66,33 +81,60 @@ class Trace(Graph):
         validity.check_ends(self, self.outputs, self.carry)
         validity.check_releases(self, self.outputs)
         validity.check_unbinds(self)
+        if like is not None and self._differs_in_sizes_alone(like):
+            self._structure = like.structure
+            self._structure.is_shared = True
+
+    @property
+    def structure(self) -> Structure:
+        """The same object for traces that are known to differ in sizes, FLOPs and facts of `meta` alone.
+
+        They are known where one is made `like` the other, such as the built-in models at several batches and sequences.
+        """
+        if self._structure is None:
+            self._structure = Structure()
+        return self._structure
 
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 over the whole content of the trace, as hexadecimal digits."""
+        structure = self._structure
+        return self._hash(structure.hashed if structure is not None and structure.is_shared else None)
+
+    def hashed_anew(self) -> str:
+        """The same from the columns as they are, whatever has been kept of them."""
+        return self._hash(None)
+
+    def _hash(self, known: dict[tuple[int, str], bytes] | None) -> str:
+        """known: what is hashed of columns that are no sizes; what it lacks is added. None to keep nothing."""
         digest = hashlib.sha256()
-        for part in (self.tensor_columns, self.op_columns):
-            for key, column in vars(part).items():
+        for part, columns in enumerate((self.tensor_columns, self.op_columns)):
+            for key, column in vars(columns).items():
                 if key in ("releases", "views", "function", "ring", "counted", "unbinds") and not column:
                     continue  # a trace without them hashes as it did before they existed
                 digest.update(key.encode())
-                if isinstance(column, np.ndarray):
-                    digest.update(np.ascontiguousarray(column).tobytes())
-                elif key == "name":
-                    digest.update(json.dumps(list(column)).encode())
+                if known is None or key in SIZES:
+                    digest.update(_to_hash(key, column))
+                elif (part, key) in known:
+                    digest.update(known[part, key])
                 else:
-                    is_sparse = isinstance(column, Mapping)
-                    rows = sorted(column) if is_sparse else range(len(column))
-                    values = [column[row] for row in rows] if is_sparse else column
-                    # few values are distinct: hash each one once, then the code of each row
-                    seen = {value: code for code, value in enumerate(dict.fromkeys(values))}
-                    digest.update(np.array([rows, [*map(seen.__getitem__, values)]], np.int64).tobytes())
-                    digest.update(repr(list(seen)).encode())
+                    digest.update(known.setdefault((part, key), _to_hash(key, column)))
         digest.update(repr((self.outputs, self.carry)).encode())
         digest.update(json.dumps(dict(self.meta), sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
-    def _has_other_releases_alone(self, other: Trace) -> bool:
+    def _differs_in_sizes_alone(self, other: Trace) -> bool:
+        """Whether it shares all columns but those of sizes with a trace, and what is kept and carried."""
+        pairs = ((self.tensor_columns, other.tensor_columns), (self.op_columns, other.op_columns))
+        ends = self.outputs == other.outputs and self.carry == other.carry and self.origin is other.origin
+        return ends and all(
+            column is vars(there)[name]
+            for here, there in pairs
+            for name, column in vars(here).items()
+            if name not in SIZES
+        )
+
+    def has_other_releases_alone(self, other: Trace) -> bool:
         """Whether it differs from a trace in nothing but where the program releases tensors."""
         mine, theirs = vars(self.op_columns), vars(other.op_columns)
         return self.tensor_columns is other.tensor_columns and all(
@@ -120,7 +162,7 @@ class Trace(Graph):
         return {**{key: vars(self)[key] for key in kept if key in vars(self)}, "meta": dict(self.meta)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, meta=MappingProxyType(state["meta"]))
+        vars(self).update(state, meta=MappingProxyType(state["meta"]), _structure=None)
         self._make_read_only()
 
     def __eq__(self, other: object) -> bool:
@@ -133,3 +175,17 @@ class Trace(Graph):
         words = [str(self.meta.get("model", "trace"))]
         words += [f"{key} {self.meta[key]}" for key in ("batch", "sequence", "precision") if key in self.meta]
         return f"<Trace {', '.join(words)}: {len(self.op_columns.name)} ops, {len(self.tensor_columns.name)} tensors>"
+
+
+def _to_hash(key: str, column: Any) -> bytes:
+    """What is hashed of a column."""
+    if isinstance(column, np.ndarray):
+        return np.ascontiguousarray(column).tobytes()
+    if key == "name":
+        return json.dumps(list(column)).encode()
+    is_sparse = isinstance(column, Mapping)
+    rows = sorted(column) if is_sparse else range(len(column))
+    values = [column[row] for row in rows] if is_sparse else column
+    # few values are distinct: hash each one once, then the code of each row
+    seen = {value: code for code, value in enumerate(dict.fromkeys(values))}
+    return np.array([rows, [*map(seen.__getitem__, values)]], np.int64).tobytes() + repr(list(seen)).encode()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim import simulate
 from sim.analysis import bounds, bubbles, fragmentation, lifetimes, pareto, pareto_front, peak_memory, summarize
 from sim.analysis.summary import Reference
 from sim.log import CAUSE, STALL, WHY, EventLog
@@ -32,6 +33,15 @@ def test_the_figures_of_the_drawn_run(step):
     assert s.mfu == pytest.approx(300 / 770)
     assert s.hfu == pytest.approx(610 / 770)
     assert (s.saved_fraction, s.overhead, s.energy_j) == (None, None, None)
+
+
+def test_more_flops_than_64_bits_hold_are_added_up():
+    b = TraceBuilder()
+    x = b.tensor("x", 8, "input")
+    for i in range(6):
+        b.op(f"op{i}", "matmul", reads=[x], writes=[b.tensor(f"y{i}", 8)], flops=2**61 + 1)
+    s = simulate(b.build(), "a100_80_sxm").summary()
+    assert s["hfu"] == pytest.approx(0.8, rel=1e-3)  # the efficiency of a product
 
 
 def test_the_reference_gives_savings_and_overhead(step):

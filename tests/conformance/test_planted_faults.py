@@ -14,11 +14,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+import sim.engine.copy_path.wires
 import sim.engine.event_path.flows
 from sim.comparison import compare
 from sim.conformance import CHECKS, LawBroken, Replayed, check_costs, replayed, run_policy
 from sim.conformance.suite import breaks
 from sim.engine import array_path
+from sim.engine.copy_path import covered
 from sim.engine.event_path.lifetimes import Lifetimes
 from sim.engine.event_path.operands import Outputs, Restore
 from sim.engine.replay import replay
@@ -240,6 +242,7 @@ def test_copying_a_value_while_it_is_overwritten_breaks_values(monkeypatch):
     actions = (Move("old", "host", keep=True, after="read"),)
     good(actions, overwriting())
     monkeypatch.setattr(Outputs, "overwritable", lambda *_: iter(()))
+    monkeypatch.setattr(covered, "covers", lambda *_: False)  # the fault is on the event path
     run = replayed(Honest(), Plan(overwriting(), actions), overwriting(), machine())
     assert broken(run) == {"values"}
 
@@ -455,6 +458,7 @@ def test_ignoring_a_pool_breaks_order(pool, monkeypatch):
     own = sim.engine.event_path.flows.fair_rates
     alone = lambda flows, rates, _: [own([users], [None] * len(rates))[0] for users in flows]  # noqa: E731
     monkeypatch.setattr(sim.engine.event_path.flows, "fair_rates", alone)
+    monkeypatch.setattr(sim.engine.copy_path.wires, "fair_rates", alone)
     assert broken(both_ways((pool,))) == {"order"}
 
 

@@ -52,6 +52,7 @@ CHANGES = {
     "engines.vector": ('vector = "128 bit"', 'vector = "256 bit"'),
     "engines.units": ("units = { fp32 = 1 }", "units = { fp32 = 2 }"),
     "engines.runs": ("runs = { embedding", 'runs = { elementwise = "scalar", embedding'),
+    "engines.image_order": ('launch = "5 us"', 'launch = "5 us"\nimage_order = { fp32 = "channels_last" }'),
     "engines.power": ('power = "300 W"', 'power = "200 W"'),
     "links.from": ('[links.h2d]\nfrom = "host"', '[links.h2d]\nfrom = "drive"'),
     "links.to": ('from = "hbm"\nto = "host"', 'from = "hbm"\nto = "drive"'),
@@ -160,7 +161,7 @@ def every_kind(devices: int) -> Trace:
         b.op(f"side{d}", "elementwise", reads=[n], writes=[e], flops=10**6, dtype="fp32", device=d, engine="vector")
         noted.append(n)
         reads, made = [x, y, z, e, v, noted[0]], b.tensor(f"out{d}", 1 << 10)
-        b.op(f"last{d}", "matmul", reads=reads, writes=[made], dtype="fp32", device=d)
+        b.op(f"last{d}", "conv", reads=reads, writes=[made], dtype="fp32", device=d)
     return b.build()
 
 

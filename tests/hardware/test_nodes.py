@@ -249,3 +249,23 @@ def test_rings_along_two_axes_in_a_node_share_its_links() -> None:
     log = replay(Plan(b.build()), platform)
     ends = sorted(end for end, bytes in zip(log.interval("end"), log.interval("bytes"), strict=True) if bytes)
     assert ends == [pytest.approx(200_000_000, rel=1e-4), pytest.approx(500_000_000, rel=1e-4)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "tensor", "across"),
+    [(2, 1, 3, True), (2, 3, 1, True), (2, 1, 2, False), (2, 2, 1, False), (3, 1, 4, True), (1, 4, 3, False)],
+)
+def test_no_stage_and_no_group_that_divides_layers_straddles_two_nodes(
+    stages: int, replicas: int, tensor: int, across: bool
+) -> None:
+    """Nodes of four: a second stage of three devices has the next node to itself, and its ring stays inside that."""
+    node = machine(RACK)
+    built = placed(node, stages, replicas, tensor=tensor)
+    rates = {link.name: link.rate for link in built.links}
+    inner = inside(node)[0]
+    if stages > 1:
+        over = next(name for name in rates if name.endswith("@0-1"))
+        assert over.startswith("rack") == across, over
+    for axis, ranks in (("tensor", tensor), ("data", replicas if stages > 1 else 1)):
+        if ranks > 1:
+            assert rates[rank_link(axis, stages - 1)] == pytest.approx(inner, rel=1e-6)

@@ -48,6 +48,7 @@ SUITE = (
     "tests/engine/test_corner_cases.py",
     "tests/engine/test_timeline.py",
     "tests/engine/test_array_path.py",
+    "tests/engine/test_copy_path.py",
     "tests/engine/test_regressions.py",
     "tests/engine/test_allocators.py",
     "tests/engine/test_thrashing.py",

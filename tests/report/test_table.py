@@ -176,6 +176,15 @@ def test_the_footer_states_the_error_of_a_ratio_and_of_a_time():
     assert last == "assumed figures come on top"
 
 
+def test_a_machine_with_enough_published_runs_has_an_error_of_its_own():
+    own = json.loads((files("sim.report") / "error_bars.json").read_text(encoding="utf-8"))["time"]["by_machine"]
+    assert {"a100_80_sxm", "h100"} <= own.keys()
+    for name, bar in own.items():
+        (line,) = error_lines([load_profile(name), load_profile(name)])
+        assert f"{100 * bar['nine_tenths']:.0f} % in nine of ten (n = {bar['rows']} on {name}, " in line
+    assert " on a100" not in error_lines([load_profile("a100_80_sxm"), load_profile("h100")])[0]
+
+
 def test_a_machine_that_no_published_run_is_of_is_told_so():
     known, unknown = load_profile("a100_80_sxm"), load_profile("mt3000_survey")
     assert len(error_lines([known])) == 1

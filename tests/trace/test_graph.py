@@ -96,6 +96,7 @@ MAKE_A = {"name": "f", "writes": [0]}
         ("'a' does not exist when an iteration starts", [A], [MAKE_A], {"outputs": [0], "carry": [(0, 0)]}),
         ("another size", [A, {"name": "b", "bytes": 9}], [], {"outputs": [0], "carry": [(0, 1)]}),
         ("2**62", [{"name": "a", "bytes": 2**61}, {"name": "b", "bytes": 2**61}], [], {}),
+        ("op 'f': has 2**62 FLOPs or more", [A], [{"name": "f", "writes": [0], "flops": 2**62}], {}),
     ],
 )
 def test_what_cannot_be_computed_is_refused(text: str, tensors: list, ops: list, ends: dict) -> None:

@@ -1,14 +1,14 @@
 """Published training iterations, and the same iterations simulated.
 
 `data/published_runs.csv` holds every run graded A (set up without a guess that matters) or B (one or two guesses) of
-public tables, as printed, with its source. `set`: `develop` or `check`, by source; no figure of the simulator is
-fitted to either. `setup`: what is simulated, as JSON: the arguments of `transformer` or `cnn`, `profile`, `policy`,
-the keys of a layout (`LAYOUT`), `accumulate` (micro-batches per update), `tf32` (products of fp32 in it), `card` (one
-of `CARDS`, where the profile is of another card of that kind), `network` (bytes/s per device between nodes, where the
-source states it), `fuses` (what alone a stack fuses: see `FUSED`), `context` (bytes that the reading includes beside
-those of tensors), `dispatch` (who launches: a CPU under the stack by default, else "graphs"), `last_stage` (the device
-that was read; else the fullest), `memory_only` (its time is not that of training). `missing`: why nothing is, where
-nothing is.
+public tables, as printed, with its source. `set`: `develop` or `check`, by source; no figure of the simulator is fitted
+to either. `setup`: what is simulated, as JSON: the arguments of `transformer` or `cnn`, `profile`, `policy`, the keys
+of a layout (`LAYOUT`), `accumulate` (micro-batches per update), `card` (one of `CARDS`, where the profile is of another
+card of that kind), `network` (bytes/s per device between nodes, where the source states it), `flash` (which version of
+FlashAttention, see `FLASH`), `fuses` (what alone a stack fuses: see `FUSED`), `context` (bytes that the reading
+includes beside those of tensors), `dispatch` (who launches: a CPU under the stack by default, else "graphs"),
+`last_stage` (the device that was read; else the fullest), `memory_only` (its time is not that of training). `missing`:
+why nothing is, where nothing is.
 """
 
 from __future__ import annotations
@@ -39,15 +39,21 @@ LAYOUT = (
     *("layers", "bucket", "gradient_buffer"),
 )
 READING = ("context", "last_stage", "memory_only")
-MACHINE = ("dispatch", "profile", "card", "network", "tf32")
+MACHINE = ("dispatch", "profile", "card", "network", "flash")
 RUN = (*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses")
-TF32 = {"engines.gpu.peak.fp32": "156 TFLOP/s", "engines.gpu.efficiency.matmul_fp32": "0.79"}
-"""An A100's products of fp32 operands in TF32, at the efficiency measured for it."""
+FLASH = {1: {"a100_80_sxm": {"engines.gpu.efficiency.attention": "0.325"}}}
+"""What another version of FlashAttention than the profile's reaches: 25 to 40 % of an A100's peak (Dao 2023,
+arXiv:2307.08691, abstract, of version 1). Of an H100 nobody says; there its rows run at the rate of version 2."""
 CARDS = {
     "A100 40 GB": {
         "tiers.hbm.nominal": "40 GiB",
         "tiers.hbm.capacity": "39.18 GiB",
         "tiers.hbm.bandwidth": "1555 GB/s",
+    },
+    "H100 96 GB HBM2e": {
+        "tiers.hbm.nominal": "96 GB",
+        "tiers.hbm.capacity": "94.1 GiB",
+        "tiers.hbm.bandwidth": "2400 GB/s",
     },
     "A800": {"links.nvlink.rate": "157 GB/s", "links.nvlink.egress": "157 GB/s"},
     "H800": {"links.nvlink.rate": "163 GB/s", "links.nvlink.egress": "163 GB/s"},
@@ -138,8 +144,9 @@ def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str
     if not several:
         axes["micro_batches"] = micro_batches
     trace = cnn(setup["cnn"], samples, **axes) if "cnn" in setup else transformer(setup["model"], batch=samples, **axes)
-    overrides = {**machine, **(TF32 if setup.get("tf32") else {}), "dispatch": setup.get("dispatch", "cpu")}
+    overrides = {**machine, "dispatch": setup.get("dispatch", "cpu")}
     overrides |= CARDS[setup["card"]] if "card" in setup else {}
+    overrides |= FLASH[setup["flash"]].get(setup["profile"], {}) if "flash" in setup else {}
     overrides |= {"networks.infiniband.rate": setup["network"]} if "network" in setup else {}
     if layout.get("gradient_buffer") and not several:
         trace = gradient_buffers(trace)

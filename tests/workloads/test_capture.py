@@ -995,3 +995,31 @@ def test_a_product_in_place_is_a_product():
     trace = capture(InPlace, (torch.empty(3, 4, 6),))
     forward = [flops for phase, _, flops in products(trace) if phase == "forward"]
     assert forward == [2 * 3 * 4 * 5 * 6, 2 * 4 * 5 * 6, 2 * 3 * 4 * 5 * 6]
+
+
+def test_order_of_channels_is_that_of_the_module():
+    """Images with channels last are noted: no chip transposes them (tests/hardware/test_image_order.py)."""
+    images = torch.empty(2, 3, 32, 32, device="meta")
+    first = capture(ConvNet, images, loss=lambda y: y.sum())
+    last = capture(lambda: ConvNet().to(memory_format=torch.channels_last), images, loss=lambda y: y.sum())
+    assert "channels_last" not in first.meta
+    assert last.meta["channels_last"] is True
+
+
+def test_products_round_to_tf32_as_pytorch_is_set():
+    """Convolutions by default, products where they are allowed to, nothing where TF32 is off."""
+
+    def kinds():
+        trace = capture(ConvNet, torch.empty(2, 3, 32, 32, device="meta"), loss=lambda y: y.sum())
+        return {(op.kind, op.dtype) for op in trace.ops if op.kind in ("conv", "matmul")}
+
+    convolutions, products = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    before = convolutions.fp32_precision, products.fp32_precision
+    try:
+        assert kinds() == {("conv", "tf32"), ("matmul", "fp32")}
+        products.fp32_precision = "tf32"
+        assert kinds() == {("conv", "tf32"), ("matmul", "tf32")}
+        convolutions.fp32_precision = "ieee"
+        assert kinds() == {("conv", "fp32"), ("matmul", "tf32")}
+    finally:
+        convolutions.fp32_precision, products.fp32_precision = before

@@ -186,7 +186,7 @@ class _Building:
             bytes=kernel.touched,
             duration=0 if kernel.allocates else None,
             random=kernel.random,
-            dtype=kernel.dtype,
+            dtype="tf32" if kernel.dtype == "fp32" and kind in self.recording.tf32 else kernel.dtype,
             releases=[t for t in (self.current[i] for i in held if i in self.current) if t not in (*reads, *writes)],
             unbinds=[self.current[i] for i in unbound],
         )

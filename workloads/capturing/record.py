@@ -83,4 +83,8 @@ class Recording:
     layers: tuple[str, ...] = ()
     """Per number of a layer the path of its module; a module that is called several times has several numbers."""
     parameters: int = 0
+    tf32: tuple[str, ...] = ()
+    """The kinds of op whose fp32 operands may be rounded to TF32."""
+    convolutions: dict[bool, int] = field(default_factory=dict)
+    """How many convolutions of the forward pass are of images with channels last (True), and of others."""
     version: str = ""

@@ -24,6 +24,7 @@ from workloads.capturing.calls import LayerCalls
 from workloads.capturing.kernels import counts_on_host
 from workloads.capturing.making import in_constructor
 from workloads.capturing.places import called_of_torch, is_of_autograd, line_of
+from workloads.capturing.products import has_channels_last, rounded_to_tf32
 from workloads.capturing.quick import QuickDispatch
 from workloads.capturing.record import Kernel, Recording, Storage
 from workloads.capturing.selections import Selected, Selections, chosen, note_reduced, read
@@ -65,7 +66,7 @@ class Recorder:
         self._ask_value = (self.torch.ops.aten._local_scalar_dense.default, self.torch.ops.aten.item.default)
         self.cuda = cuda
         self._selections = Selections(selected)
-        self.recording = Recording(version=str(self.torch.__version__))
+        self.recording = Recording(version=str(self.torch.__version__), tf32=rounded_to_tf32(self.torch))
         self.names: dict[int, str] = {}
         self.calls = LayerCalls(self.torch.nn.Module())
         self.parameters: dict[int, str] = {}
@@ -583,7 +584,7 @@ class Recorder:
         if short == "add" and phase == "backward" and not self._stack and is_of_autograd():
             self.recording.summed.add(len(self.recording.kernels))
         flops = flops_of(self.flops, func, args, kwargs, out)
-        self._assume_of(func, args)
+        self._note(func, args)
         self.recording.kernels.append(
             Kernel(
                 op=str(func),
@@ -605,8 +606,11 @@ class Recorder:
         if statistics:
             self._update_statistics(statistics, module, phase, layer, allocated[1:])
 
-    def _assume_of(self, func: Any, args: Any) -> None:
-        """Note what is assumed of a kernel."""
+    def _note(self, func: Any, args: Any) -> None:
+        """Note what is assumed of a kernel, and whether it convolves images with channels last."""
+        if func._opname == "convolution":
+            last = has_channels_last(self.torch, args)
+            self.recording.convolutions[last] = self.recording.convolutions.get(last, 0) + 1
         if func._overloadpacket.__name__ in PACKED:
             self.assume(AS_LONG)
         if func._opname == "mkldnn_rnn_layer" and args[-1]:  # it trains

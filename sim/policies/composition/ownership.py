@@ -16,6 +16,7 @@ from sim.policies.composition.checkpoints import with_recomputation
 from sim.policies.composition.merging import restricted
 from sim.policies.composition.selectors import CHECKPOINTS, REST, Mask
 from sim.trace.chain import saved_tensors
+from sim.trace.gathers import gathers
 from sim.trace.graph import Trace
 
 
@@ -136,6 +137,7 @@ def resident(actions: Sequence[Action], trace: Trace) -> Mask:
     gone = taken_away(actions, trace)
     found = np.zeros(len(gone), np.bool_)
     found[saved_tensors(with_recomputation(trace, actions, gone))] = True
+    found[[t for op in gathers(trace) for t in trace.writes(op)]] = False  # copies of weights are none
     return found & ~gone
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
 from sim.policies.saved_copies import Packed, Save, following, forward_passes, saves_of, with_copies
+from sim.policies.sharing import shared
 from sim.solvers.cascade import cascade
 from sim.trace.chain import BACKWARD, backward_ops
 from sim.trace.graph import Trace
@@ -61,6 +62,7 @@ class OffloadActivations(Policy):
     saves = MappingProxyType({"copy": "PyTorch copies to the host straight from the saved tensor"})
     needs = frozenset({"host"})
     fidelity = "code"
+    plans_from = "machine"
     rarely = "tensors of random nets are smaller than what is offloaded"
     other_values = by_parameter(
         use_streams=False,
@@ -85,6 +87,9 @@ class OffloadActivations(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """A move out, a wait and a release, a move back and a wait for each saved copy."""
+        return shared(self, problem, lambda: self._plan(problem))
+
+    def _plan(self, problem: Problem) -> Plan:
         platform = problem.platform
         if platform.host is None:
             raise PolicyError(f"offload_activations: {platform.name} has no host tier to copy to")
@@ -140,6 +145,8 @@ class _Streams:
         unpacked = [(min(packed[i].readers[0] for i in members), 0, members) for members in nodes.values()]
         stash: dict[int, int] = {}  # saved copies whose tensors the device still holds, and their numbers
         ends: list[int] = []  # of each node of this pass for which copies were fetched, its last op
+        firsts = sorted(op for op, _, _ in unpacked)
+        following_node = dict(pairwise(firsts))
         for op, is_save, members in sorted([*unpacked, *((one.at, 1, [i]) for i, one in enumerate(packed))]):
             if is_save:
                 (i,) = members
@@ -157,8 +164,10 @@ class _Streams:
                 ends = [last for last in ends if self.begin.get(last) == self.begin[op]]
                 self._load(op, absent, ends)
                 ends.append(end)
-            for i in stash if end in self.next else ():
-                self._release(packed[i], before=self.next[end], held=i in members)
+            if end in self.next:  # where gradients of weights come later, the next node is there before this one ends
+                free = min(self.next[end], following_node.get(op, self.next[end]))
+                for i in stash:
+                    self._release(packed[i], before=free, held=i in members)
             stash.clear()
         return [*self.copies, *self.waits]  # at one anchor copies start before the device waits
 

@@ -9,6 +9,7 @@ from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
 from sim.policies.saved_copies import saves_of, with_copies
+from sim.policies.sharing import shared
 from sim.solvers.cascade import cascade
 
 PAGEABLE = "host_pageable"
@@ -46,6 +47,7 @@ class SaveOnCpu(Policy):
     saves = MappingProxyType({"copy": "PyTorch copies to the host straight from the saved tensor"})
     needs = frozenset({"host"})
     fidelity = "code"
+    plans_from = "machine"
     other_values = by_parameter(pin_memory=True, weights=False, duplicates=False)
 
     pin_memory: bool = False
@@ -54,6 +56,9 @@ class SaveOnCpu(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """Two moves and two waits for each saved copy."""
+        return shared(self, problem, lambda: self._plan(problem))
+
+    def _plan(self, problem: Problem) -> Plan:
         platform, trace = problem.platform, problem.trace
         if platform.host is None:
             raise PolicyError(f"save_on_cpu: {platform.name} has no host tier to copy to")

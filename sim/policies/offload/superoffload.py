@@ -16,6 +16,7 @@ from sim.rewrites.fused_update import OPTIMIZER, fuse_updates, tiles
 from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
 from sim.rewrites.kept import kept
 from sim.rewrites.masters import into_gradients, without_held_weights
+from sim.rewrites.order import must_precede
 from sim.rewrites.rewrite import reorder
 from sim.rewrites.weight_parts import with_weight_parts
 from sim.solvers.streaming import parts_up
@@ -116,11 +117,12 @@ class SuperOffload(Policy):
         follow: dict[int, list[int]] = {}
         for k, tile in enumerate(tiles):
             follow.setdefault(ends[tiles[min(k + self.lag, len(tiles) - 1)]], []).append(tile)
-        order: list[int] = [new.ops[tile] for tile in follow.get(-1, ())]
+        early = dict.fromkeys(follow.get(-1, ()))
         for op in range(len(split.trace.ops)):
-            if op not in split.updates:
-                order.append(new.ops[op])
-            order += [new.ops[tile] for tile in follow.get(op, ())]
+            if op not in split.updates:  # what gathers a new weight comes after the update, however late that is
+                early |= dict.fromkeys([*sorted(must_precede(split.trace, op) & split.updates), op])
+            early |= dict.fromkeys(follow.get(op, ()))
+        order = [new.ops[op] for op in early]
         return reorder(new.trace, order), {old: position for position, old in enumerate(order)}
 
 

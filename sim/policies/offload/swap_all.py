@@ -10,6 +10,7 @@ from annotated_types import Ge
 from sim.errors import PolicyError
 from sim.plan import Action, Move, Plan, Problem
 from sim.policies.base import Policy, by_parameter
+from sim.policies.sharing import shared
 from sim.solvers.cascade import cascade
 from sim.trace.chain import BACKWARD, backward_ops, saved_tensors
 from sim.trace.graph import Trace
@@ -40,6 +41,7 @@ class SwapAll(Policy):
     moves = True
     needs = frozenset({"host"})
     fidelity = "equations"
+    plans_from = "machine"
     other_values = by_parameter(ahead=2, unit="op")
 
     ahead: Annotated[int, Ge(0)] = 1
@@ -47,6 +49,9 @@ class SwapAll(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """Two moves for each tensor that leaves."""
+        return shared(self, problem, lambda: self._plan(problem))
+
+    def _plan(self, problem: Problem) -> Plan:
         trace, platform = problem.trace, problem.platform
         if platform.host is None:
             raise PolicyError(f"swap_all: {platform.name} has no host tier to offload to")

@@ -10,8 +10,9 @@ from annotated_types import Ge
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
-from sim.policies.base import Beside, by_parameter
+from sim.policies.base import Beside, PlansFrom, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
+from sim.policies.sharing import shared
 from sim.solvers.checkpoints import rerun_regions
 from sim.solvers.located import index_of
 from sim.solvers.regions import chain_of, stage_regions
@@ -58,8 +59,16 @@ class Chen(RecomputationPlanner):
         if self.segments is not None and self.method != "sqrt":
             raise PolicyError("policy 'chen': segments goes with method='sqrt'")
 
+    @property
+    def plans_from(self) -> PlansFrom:  # type: ignore[override]
+        """What is kept after all depends on the budget."""
+        return "problem" if self.remove_unnecessary else "machine"
+
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, segment by segment."""
+        return shared(self, problem, lambda: self._plan(problem))
+
+    def _plan(self, problem: Problem) -> Plan:
         line = chain_of(problem, "chen")
         if self.method == "sqrt":
             ends = equal_segments(len(line), self.segments or math.isqrt(len(line)))

@@ -8,8 +8,9 @@ from typing import Annotated
 from annotated_types import Ge
 
 from sim.plan import Plan, Problem
-from sim.policies.base import by_parameter
+from sim.policies.base import PlansFrom, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
+from sim.policies.sharing import shared
 from sim.solvers.checkpoints import rerun_regions
 from sim.solvers.regions import chain_of, layer_regions, stage_regions
 from sim.solvers.schedule import TraceIndex, schedule_of
@@ -39,8 +40,16 @@ class EveryK(RecomputationPlanner):
     k: Annotated[int, Ge(1)] = 2
     skip_last: bool = False
 
+    @property
+    def plans_from(self) -> PlansFrom:  # type: ignore[override]
+        """What is kept after all depends on times and on the budget."""
+        return "problem" if self.remove_unnecessary else "structure"
+
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, k layers at a time."""
+        return shared(self, problem, lambda: self._plan(problem))
+
+    def _plan(self, problem: Problem) -> Plan:
         trace = problem.trace
         index = TraceIndex(trace)
         if has_layers(trace):

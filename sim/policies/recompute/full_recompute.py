@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.plan import Plan, Problem
-from sim.policies.base import by_parameter
+from sim.policies.base import PlansFrom, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
+from sim.policies.sharing import shared
 from sim.rewrites.rewrite import hold_longer
 from sim.solvers.checkpoints import by_anchor, cached_casts, held_by, named, region_reruns
 from sim.solvers.regions import layer_regions
@@ -57,9 +58,14 @@ class FullRecompute(RecomputationPlanner):
     skip_last: bool = False
     autocast_cache: bool = True
 
+    @property
+    def plans_from(self) -> PlansFrom:  # type: ignore[override]
+        """What is kept after all depends on times and on the budget."""
+        return "problem" if self.remove_unnecessary else "structure"
+
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, layer by layer."""
-        return self.from_trace(problem, lambda: self._plan(problem))
+        return shared(self, problem, lambda: self._plan(problem))
 
     def _plan(self, problem: Problem) -> Plan:
         index = TraceIndex(problem.trace)

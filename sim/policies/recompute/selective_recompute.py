@@ -9,8 +9,9 @@ from typing import Literal
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
-from sim.policies.base import by_parameter
+from sim.policies.base import PlansFrom, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
+from sim.policies.sharing import shared
 from sim.rewrites.rewrite import hold_longer
 from sim.solvers.checkpoints import by_anchor, cached_casts, cached_results, held_by, named, region_reruns
 from sim.solvers.regions import Region, layer_regions
@@ -57,8 +58,16 @@ class SelectiveRecompute(RecomputationPlanner):
     early_stop: bool | None = None
     autocast_cache: bool = True
 
+    @property
+    def plans_from(self) -> PlansFrom:  # type: ignore[override]
+        """What is kept after all depends on times and on the budget."""
+        return "problem" if self.remove_unnecessary else "structure"
+
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations, layer by layer."""
+        return shared(self, problem, lambda: self._plan(problem))
+
+    def _plan(self, problem: Problem) -> Plan:
         trace = problem.trace
         index = TraceIndex(trace)
         layers = layer_regions(index, "selective_recompute")

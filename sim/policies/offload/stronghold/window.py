@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -44,21 +44,32 @@ def as_gradients_arrive(
                 arrived[t] = free
     waits: dict[int, set[int]] = {}
     ready: dict[int, int] = {}
+    follows = _following(trace, updates)
     for op in sorted(updates):
         waits[op] = must_precede(trace, op)
         own = [arrived[t] for t in trace.reads(op) if t in arrived]
         ready[op] = max([0, *own, *(ready[other] for other in waits[op] if other in ready)])
-        here = [other for other, _ in starts[int(c.device[op])]]
-        passed = sum(end < ready[op] for _, end in starts[int(c.device[op])])
-        waits[op] |= set(here[: passed + 1][-1:])
+        here = [(other, end) for other, end in starts[int(c.device[op])] if other not in follows]
+        passed = sum(end < ready[op] for _, end in here)
+        waits[op] |= {other for other, _ in here[: passed + 1][-1:]}
     order = sorted(updates, key=lambda op: (ready[op], op))
     for before, after in pairwise(order):
         waits[after].add(before)
-    for op in range(len(c.name)):  # what gathers new weights from ranks follows the update that makes its part
-        if op in c.group and (own_parts := {int(trace.producer[t]) for t in trace.reads(op)} & updates):
-            waits[op] = own_parts | must_precede(trace, op)
+    for here in starts.values():  # what gathers or reads new weights follows them, in its device's order
+        for before, after in pairwise([-1, *(other for other, _ in here)]):
+            if after in follows:
+                waits[after] = {before, *must_precede(trace, after)} - {-1}
     placed = list(as_early(len(c.name), waits))
     return reorder(trace, placed), {new: ready[op] for new, op in enumerate(placed) if op in ready}
+
+
+def _following(trace: Trace, updates: Collection[int]) -> set[int]:
+    """The ops beside some updates that need what these make, or what such ops make."""
+    made = set(updates)
+    for op in range(len(trace.op_columns.name)):
+        if not made.isdisjoint(must_precede(trace, op)):
+            made.add(op)
+    return made - set(updates)
 
 
 class Window:

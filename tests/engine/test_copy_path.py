@@ -1,0 +1,465 @@
+"""The copy path against the general event path and the reference simulator: equal logs, byte for byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, partial
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sim import load_profile, simulate
+from sim.analysis.peak_memory import home_peak
+from sim.conformance.examples import random_examples
+from sim.engine.copy_path import covered, device
+from sim.engine.copy_path.copies import NONE, Copies
+from sim.engine.copy_path.wires import Wires
+from sim.engine.event_path.record import Columns
+from sim.engine.prepare import prepare
+from sim.engine.replay import replay
+from sim.engine.resolve import Resolved
+from sim.errors import IllegalPlan, TiersimError
+from sim.experiment import problem_for, reference_run
+from sim.hardware.platform import Member, Platform, Pool
+from sim.log import STALLS, EventLog
+from sim.plan import Action, Drop, Memory, Move, Need, Online, Plan, Recompute, Wait
+from sim.policies import load
+from sim.trace import Trace, TraceBuilder
+from tests.engine.differential import difference
+from tests.engine.random_plans import can_run_again, made_by
+from tests.machines import GB
+from tests.machines import machine as toy_machine
+from workloads import transformer, w1
+
+CODES = st.integers(0, 2**20)
+some = settings(
+    max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def is_taken(plan: Plan, platform: Platform) -> bool:
+    """Whether a run takes the copy path from beginning to end."""
+    prepared = prepare(plan.trace, platform)
+    try:
+        resolved = Resolved(plan, platform, prepared)
+    except IllegalPlan:
+        return False
+    return (
+        covered.covers(plan, platform, prepared, resolved)
+        and device.run(plan, platform, prepared, resolved, 100) is not None
+    )
+
+
+def outcome(plan: Plan, platform: Platform, fast: bool) -> tuple[str, EventLog | None]:
+    try:
+        return "done", replay(plan, platform, fast=fast)
+    except TiersimError as error:
+        return f"{type(error).__name__}: {error}", getattr(error, "log", None)
+
+
+def assert_equal(plan: Plan, platform: Platform) -> None:
+    mine, theirs = outcome(plan, platform, True), outcome(plan, platform, False)
+    assert mine[0] == theirs[0]
+    if mine[1] is None or theirs[1] is None:
+        assert mine[1] is theirs[1]
+        return
+    for part in ("intervals", "changes", "reserved"):
+        here, there = getattr(mine[1], part), getattr(theirs[1], part)
+        assert here.dtype == there.dtype, part
+        assert np.array_equal(here, there), part
+    assert mine[1] == theirs[1]
+    assert list(mine[1].counters.items()) == list(theirs[1].counters.items())
+
+
+# ---- random plans --------------------------------------------------------------------------------
+
+
+def trips(trace: Trace, platform: Platform, code: int) -> Plan:
+    """Tensors leave after an op and come back before a reader, in time or late; some are waited for."""
+    draw, actions = Random(code), list[Action]()
+    behind = [tier.name for tier in platform.tiers if tier.device < 0]
+    home, producer = platform.home(0).name, trace.producer.tolist()
+    for _ in range(draw.randrange(1, len(trace.tensors) + 2)):
+        tensor = draw.randrange(len(trace.tensors))
+        readers = [int(op) for op in trace.readers(tensor) if op > max(producer[tensor], 0)]
+        if not readers:
+            continue
+        reader = draw.choice(readers)
+        out = draw.randrange(max(producer[tensor], 0), reader)
+        back = draw.randrange(out, reader) + 1
+        fetched = draw.random() < 0.1  # by the engine, since the plan does not
+        away, keep = draw.choice(behind), draw.random() < 0.2
+        actions.append(Move(tensor, away, keep=keep, priority=draw.choice((0, 0, 0, -1, 2)), after=out))
+        if keep and draw.random() < 0.5:
+            actions += [Wait(tensor, after=out), Drop(tensor, home, after=out)]
+        elif draw.random() < 0.2:
+            actions.append(Wait(tensor, **{draw.choice(("before", "after")): draw.randrange(out, reader) + 1}))
+        if draw.random() < 0.2:
+            actions.append(Drop(tensor, draw.choice((home, away)), after=draw.randrange(out, reader)))
+        if not fetched:
+            actions.append(Move(tensor, home, keep=draw.random() < 0.1, priority=draw.choice((0, 0, 1)), before=back))
+    return Plan(trace, tuple(actions))
+
+
+def detours(trace: Trace, platform: Platform, code: int) -> Plan:
+    """The same, and what some ops produce is dropped and recomputed before its next reader."""
+    draw, plan = Random(code), trips(trace, platform, code)
+    moved, actions = {each.tensor for each in plan.actions if isinstance(each, Move)}, list(plan.actions)
+    for _ in range(draw.randrange(1, 4)):
+        op = draw.randrange(len(trace.ops))
+        results = trace.writes(op)
+        later = sorted({reader for t in results for reader in trace.readers(t)} - {op})
+        if not later or not can_run_again(trace, op) or moved & {*results}:
+            continue
+        actions += [Drop(tensor, after=op) for tensor in results]
+        actions += [Recompute(op, before=later[0])]
+    return Plan(trace, tuple(actions))
+
+
+def anything(trace: Trace, platform: Platform, code: int) -> Plan:
+    """Moves, drops and waits at random, most of which mean something."""
+    draw, actions = Random(code), list[Action]()
+    tiers = [tier.name for tier in platform.tiers]
+    for _ in range(draw.randrange(1, 12)):
+        anchor, side = draw.randrange(len(trace.ops)), draw.choice(("before", "after"))
+        made = made_by(trace, anchor if side == "after" else anchor - 1)
+        if not made:
+            continue
+        tensor, at = draw.choice(made), {side: anchor}
+        actions.append(
+            draw.choice(
+                (
+                    Move(tensor, draw.choice(tiers), keep=draw.random() < 0.5, **at),
+                    Move(tensor, draw.choice(tiers[:2]), priority=draw.choice((0, 1)), **at),
+                    Wait(tensor, **at),
+                )
+            )
+        )
+    return Plan(trace, tuple(actions))
+
+
+def shaken(trace: Trace, platform: Platform, code: int) -> Plan:
+    """What a shipped policy plans, but for some actions that are left out, or come an op later."""
+    draw, last = Random(code), len(trace.ops) - 1
+    policy = load(draw.choice(("swap_all", "swap_all", "swap_all(unit=op)", "save_on_cpu", "offload_activations")))
+    actions: list[Action] = []
+    for action in policy.plan(problem_for(trace, platform.with_budget(1 << 50))).actions:
+        if draw.random() < 0.05:
+            continue
+        if draw.random() < 0.1 and isinstance(action, Move | Wait):
+            at, side = (action.before, "before") if action.after is None else (action.after, "after")
+            action = replace(action, **{side: min(at + 1, last)})
+        if draw.random() < 0.1 and isinstance(action, Move):
+            action = replace(action, priority=draw.choice((-1, 1)), keep=draw.random() < 0.3)
+        actions.append(action)
+    return Plan(trace, tuple(actions))
+
+
+def budgets(plan: Plan, platform: Platform) -> list[Platform]:
+    """The machine with ample memory, with what the plan takes then, and with less: copies and ops wait for space."""
+    ample = platform.with_budget(1 << 50)
+    log = outcome(plan, ample, False)[1]
+    peak = 0 if log is None else home_peak(log)
+    return [ample, *(platform.with_budget(max(1, peak * share // 100)) for share in (100, 95, 90, 80, 65))]
+
+
+PLANS = {"trips": trips, "detours": detours, "anything": anything, "shaken": shaken}
+NEEDS = {"shaken": frozenset({"host", "layers"})}
+SEEN = {
+    "trips": {"transfer", "wait"},
+    "detours": {"transfer", "wait"},
+    "anything": {"drain"},
+    "shaken": {"transfer", "space"},
+}
+"""Stalls that each kind is to show on the copy path."""
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_planned_run_with_copies_has_one_log_on_either_path(kind):
+    seen, taken = Counter(), 0
+
+    @some
+    @given(
+        random_examples(frozenset({"host"} | ({"layers"} if kind == "shaken" else set())), exact=True, real=2), CODES
+    )
+    def check(example, code):
+        nonlocal taken
+        plan = PLANS[kind](example.trace, example.platform, code)
+        for platform in budgets(plan, example.platform):
+            assert_equal(plan, platform)
+            if is_taken(plan, platform):
+                taken += 1
+                log = replay(plan, platform)
+                seen.update(STALLS[cause] for cause in set(log.interval("cause").tolist()))
+                seen["cancelled"] += log.counters["moves_cancelled"] > 0
+
+    check()
+    assert taken > 30
+    assert seen["cancelled"] > 0
+    assert {cause for cause in SEEN[kind] if not seen[cause]} == set()
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_the_reference_simulator_says_the_same(kind):
+    taken = 0
+
+    @settings(some, max_examples=25)
+    @given(random_examples(frozenset({"host", "chain"}), exact=True, real=0), CODES)
+    def check(example, code):
+        nonlocal taken
+        plan = PLANS[kind](example.trace, example.platform, code)
+        for platform in budgets(plan, example.platform)[:3]:
+            if is_taken(plan, platform):
+                taken += 1
+                assert difference(plan, platform) == ""
+
+    check()
+    assert taken > 8
+
+
+# ---- shipped policies ----------------------------------------------------------------------------
+
+TRACES = {"w1": w1(4), "gpt2": transformer("gpt2", batch=2, sequence=128, precision="amp_bf16")}
+POLICIES = (
+    *("swap_all", "swap_all(unit=op)", "autoswap", "layer_offload", "offload_activations", "save_on_cpu", "tflms"),
+    *("swap_attention", "vdnn", "vdnn_pp", "weight_streaming", "cswap"),
+    *("layers 0-1: swap_all; rest: full_recompute", "zero_offload"),
+)
+NEVER = ("zero_offload",)  # its optimizer runs on the CPU
+
+
+@pytest.mark.parametrize("profile", ["a100_40_pcie", "mt3000_survey", "a100_80_gds", "h100_cxl"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_shipped_policies_write_one_log_at_several_budgets(policy, profile):
+    machine, taken = load_profile(profile), 0
+    for trace in TRACES.values():
+        peak = home_peak(reference_run(trace, machine))
+        for share in (2.0, 0.85, 0.65):
+            limited = machine.with_budget(int(share * peak))
+            try:
+                plan = load(policy).plan(problem_for(trace, limited))
+            except TiersimError:
+                continue
+            assert_equal(plan, limited)
+            taken += is_taken(plan, limited)
+    assert (taken > 0) == (policy not in NEVER)
+
+
+def test_rows_are_packed_before_they_are_too_many(monkeypatch):
+    monkeypatch.setattr(Columns, "PACK", 50)
+    packed, pack = [], Copies.pack
+    monkeypatch.setattr(Copies, "pack", lambda self: packed.append(len(self.changes)) or pack(self))
+    machine = load_profile("a100_40_pcie")
+    plan = load("swap_all").plan(problem_for(TRACES["w1"], machine))
+    assert is_taken(plan, machine)
+    assert len(packed) > 5
+    assert max(packed) < 150
+    assert_equal(plan, machine)
+
+
+# ---- online parts that wait for pressure ---------------------------------------------------------
+
+
+class Evicts(Online):
+    """Sends away what it is asked to, and nothing else."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def on_pressure(self, need: Need, memory: Memory) -> list[Move]:
+        there = [t for t in memory.residents(need.tier) if not memory.is_locked(t) and memory.in_flight(t) is None]
+        return [Move(there[0], "host")] if there and need.tier == "hbm" else []
+
+
+class Early(Evicts):
+    """One that acts before ops, too."""
+
+    def before(self, op: int, memory: Memory) -> list[Move]:
+        return []
+
+
+@pytest.mark.parametrize("kind", ["trips", "shaken"])
+def test_a_part_that_decides_under_pressure_alone_is_not_asked_where_there_is_none(kind):
+    taken, asked = 0, 0
+
+    @settings(some, max_examples=40)
+    @given(random_examples(NEEDS.get(kind, frozenset({"host"})), exact=True, real=1), CODES)
+    def check(example, code):
+        nonlocal taken, asked
+        plan = replace(PLANS[kind](example.trace, example.platform, code), online=partial(Evicts, example.trace))
+        for platform in budgets(plan, example.platform):
+            assert_equal(plan, platform)
+            log = outcome(plan, platform, True)[1]
+            pressed = log is not None and log.counters["pressure_calls"] > 0
+            asked += pressed
+            if is_taken(plan, platform):
+                taken += 1
+                assert not pressed
+                assert not is_taken(replace(plan, online=partial(Early, example.trace)), platform)
+                assert not is_taken(replace(plan, online=lambda: Evicts(plan.trace)), platform)  # who knows what
+
+    check()
+    assert taken > 4
+    assert asked > 10
+
+
+@pytest.mark.parametrize("policy", ["sentinel", "g10", "capuchin"])
+def test_iterations_of_shipped_policies_that_evict_write_one_log(policy, monkeypatch):
+    runs = []
+
+    def noted(plan, platform, *, returned=None, **options):
+        log = replay(plan, platform, returned=returned, **options)
+        runs.append((plan, platform, log, replay(plan, platform, fast=False, returned=returned, **options)))
+        return log
+
+    monkeypatch.setattr("sim.iterations.replay", noted)
+    machine, trace = load_profile("mt3000_survey"), transformer("gpt2", batch=8, sequence=256, precision="amp_bf16")
+    for share in (0.9, 0.7):
+        with suppress(TiersimError):
+            simulate(trace, machine, policy, budget=int(share * home_peak(reference_run(trace, machine))))
+    assert all(log == other for _, _, log, other in runs)
+    assert any(plan.online is not None and is_taken(plan, platform) for plan, platform, *_ in runs)
+
+
+# ---- a timeline drawn by hand --------------------------------------------------------------------
+
+
+def test_two_copies_share_a_bus_and_a_third_waits_for_its_link():
+    """1 GB/s: a byte takes 1 ns; the bus carries 1.5 GB/s in both directions together, and a copy has 10 ns before it.
+
+    time   0          10                          ...
+    out p  |--fixed--|-- flows alone -------------> until 60: `in q` begins to flow, 50 B of 100 are left
+    in q                         asked for at 50, flows from 60 on, 30 B
+    both at 0.75 GB/s: q ends at 60 + 40 = 100, p has 20 B left, and ends at 120
+    out r  asked for at 0, waits for p's link: 120 + 10 + 40
+    """
+    b = TraceBuilder()
+    p, q, r = b.tensor("p", 100, "input"), b.tensor("q", 30, "input"), b.tensor("r", 40, "input")
+    first, second = b.tensor("first", 1), b.tensor("second", 1)
+    b.op("a", writes=[first], duration=50)
+    b.op("b", reads=[first], writes=[second], duration=10)
+    b.op("c", reads=[q, second], duration=100)
+    trace = b.build(outputs=[], carry=())
+    moves = (Move(p, "host", before="a"), Move(r, "host", before="a"), Move(q, "hbm", before="b"))
+    plan = Plan(trace, moves, place={q: "host"})
+    bus = Pool("bus", (Member("d2h"), Member("h2d")), 3 * GB // 2)
+    platform = toy_machine(hbm=1000, host=1000, fixed=10, pools=(bus,))
+    assert is_taken(plan, platform)
+    log = replay(plan, platform)
+    events = log.events[["start_ns", "end_ns", "why", "op", "tensor", "cause"]]
+    assert [tuple(row) for row in events.itertuples(index=False)] == [
+        (0, 50, "run", "a", "", ""),
+        (50, 60, "run", "b", "", ""),
+        (50, 100, "move", "b", "q", ""),
+        (60, 100, "stall", "c", "q", "transfer"),
+        (0, 120, "move", "a", "p", ""),
+        (120, 170, "move", "a", "r", ""),
+        (100, 200, "run", "c", "", ""),
+    ]
+    assert log.end == 200
+
+
+def test_a_value_is_overwritten_when_its_copy_has_ended():
+    """Its copy on the host is then of no use; that of the new value is released when the run has waited for it."""
+    b = TraceBuilder()
+    w, y = b.tensor("w", 20, "weight"), b.tensor("y", 5)
+    new = b.tensor("new", 20, "weight", replaces=w)
+    b.op("read", reads=[w], writes=[y], duration=10)
+    b.op("update", reads=[w, y], writes=[new], duration=10)
+    trace = b.build(outputs=[new], carry=[(new, w)])
+    moves = (Move(w, "host", keep=True, after="read"), Move(new, "host", keep=True, after="update"))
+    plan, platform = Plan(trace, moves), toy_machine(hbm=1000, host=1000)
+    assert is_taken(plan, platform)
+    log = replay(plan, platform)
+    events = log.events[["start_ns", "end_ns", "why", "op", "tensor", "cause"]]
+    assert [tuple(row) for row in events.itertuples(index=False)] == [
+        (0, 10, "run", "read", "", ""),
+        (10, 30, "move", "read", "w", ""),
+        (10, 30, "stall", "update", "w", "hazard"),
+        (30, 40, "run", "update", "", ""),
+        (40, 60, "move", "update", "new", ""),
+        (40, 60, "stall", "update", "", "drain"),
+    ]
+    memory = log.memory[["time_ns", "tier", "delta_bytes", "tensor", "cause"]]
+    assert [tuple(row) for row in memory.itertuples(index=False)] == [
+        (0, "hbm", 20, "w", "placed"),
+        (0, "hbm", 5, "y", "made"),
+        (10, "host", 20, "w", "moved in"),
+        (40, "hbm", -20, "w", "overwritten"),
+        (40, "hbm", 20, "new", "made"),
+        (40, "host", 20, "new", "moved in"),
+        (40, "host", -20, "w", "freed"),
+        (40, "hbm", -5, "y", "freed"),
+        (60, "host", -20, "new", "freed"),
+    ]
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def without_shares(self, links):
+    return [self._rate[link] for link in links]
+
+
+def without_order(self, tensor, link, priority, submit=Wires.submit):
+    submit(self, tensor, link, -priority)
+
+
+def without_pins(self, operands, end, run_beside=Copies.run_beside):
+    return run_beside(self, (), end)
+
+
+def at_once(self, tensor, tier, op, cause):
+    self._release_now(tensor, tier, op, cause)
+
+
+def never_asked_again(self, tier):
+    self.is_stale = True
+
+
+def dead_copies_begin(self, tensor, op, free=Copies.free_if_dead):
+    if self.stage[tensor] == NONE:
+        free(self, tensor, op)
+
+
+FAULTS = {
+    "bandwidth is not shared": (Wires, "_fair", without_shares),
+    "the wrong copy goes first": (Wires, "submit", without_order),
+    "what an op reads is released while it runs": (Copies, "run_beside", without_pins),
+    "a release does not wait": (Copies, "_release", at_once),
+    "who waits for space is not asked again": (Copies, "_offer", never_asked_again),
+    "what nobody needs is copied": (Copies, "free_if_dead", dead_copies_begin),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows(fault, monkeypatch):
+    """In what the tests above compare."""
+    cases = [(plan, platform) for plan, platform in hundred_cases() if is_taken(plan, platform)]
+    right = [replay(plan, platform, fast=False) for plan, platform in cases]
+    assert [replay(plan, platform) for plan, platform in cases] == right
+    monkeypatch.setattr(*FAULTS[fault])
+    wrong = [platform for (plan, platform), log in zip(cases, right, strict=True) if not is_same(plan, platform, log)]
+    assert wrong
+
+
+def is_same(plan: Plan, platform: Platform, log: EventLog) -> bool:
+    prepared = prepare(plan.trace, platform)
+    mine = device.run(plan, platform, prepared, Resolved(plan, platform, prepared), 100)
+    return mine == log
+
+
+@cache
+def hundred_cases() -> list[tuple[Plan, Platform]]:
+    """Plans of two shipped policies, shaken or not, on a machine whose links share bandwidth, at several budgets."""
+    machine, found = load_profile("a100_40_pcie"), []
+    for code in range(10):
+        trace = w1(2 + code % 3)
+        for plan in (shaken(trace, machine, code), load("swap_all").plan(problem_for(trace, machine))):
+            found += [(plan, platform) for platform in budgets(plan, machine)]
+    return found

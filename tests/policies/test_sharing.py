@@ -1,0 +1,234 @@
+"""Plans that depend on the structure of a trace, or ignore the budget: shared, and held to what they declare."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from sim import load_profile, simulate
+from sim.conformance import check_policy
+from sim.conformance.repeatability import other_sizes
+from sim.engine.replay import replay
+from sim.experiment import problem_for
+from sim.plan import Drop, Plan, Problem, Recompute
+from sim.policies import load, names
+from sim.policies.base import Policy
+from sim.policies.sharing import shared
+from sim.rewrites.rewriter import with_columns
+from sim.trace import Trace, TraceBuilder
+from sim.trace.columns import FROM_READS_AND_WRITES
+from workloads import transformer
+
+MACHINE = load_profile("a100_80_sxm")
+SMALL = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "n_positions": 128, "vocab_size": 256}
+SHARED = ("full_recompute", "every_k", "selective_recompute")
+POLICIES = (
+    *SHARED,
+    *("full_recompute(early_stop=False)", "full_recompute(reentrant=True)", "full_recompute(skip_last=True)"),
+    *("every_k(k=2)", "every_k(skip_last=True)", "selective_recompute(recompute=attention_core)"),
+)
+
+
+def small(batch: int, sequence: int) -> Trace:
+    return transformer(SMALL, batch=batch, sequence=sequence, precision="amp_bf16", attention="eager")
+
+
+def sizes() -> list[Trace]:
+    """One model at several sizes; of the first two the second is built by formulas, which the others follow."""
+    return [small(batch, sequence) for batch, sequence in ((2, 32), (4, 32), (6, 64), (3, 128))]
+
+
+def _listed(derived):
+    """Arrays as lists, in pairs of arrays as well."""
+    if isinstance(derived, np.ndarray):
+        return derived.tolist()
+    return [_listed(each) for each in derived] if isinstance(derived, tuple) else derived
+
+
+def alone(trace: Trace) -> Trace:
+    """The same trace, which shares nothing."""
+    return pickle.loads(pickle.dumps(trace))
+
+
+# ---- structure -----------------------------------------------------------------------------------
+
+
+def test_a_model_has_one_structure_at_all_sizes():
+    _, *others = sizes()
+    assert len({id(trace.structure) for trace in others}) == 1
+    assert len({trace.content_hash for trace in others}) == len(others)
+
+
+def test_what_traces_of_one_structure_take_over_is_what_each_would_derive():
+    for trace in sizes():
+        own = alone(trace)
+        vars(own).pop("content_hash", None)
+        assert trace.content_hash == trace.hashed_anew() == own.content_hash
+        for name in FROM_READS_AND_WRITES:
+            mine, theirs = getattr(trace, name), getattr(own, name)
+            assert repr(_listed(mine)) == repr(_listed(theirs))
+
+
+def test_what_differs_in_more_than_sizes_has_another_structure():
+    trace = sizes()[-1]
+    c = trace.op_columns
+    kept = with_columns(trace, flops=c.flops + 1)
+    assert kept.structure is not trace.structure  # its origin says that it is a rewrite of the other
+    for columns in ({"duration": c.duration + 1}, {"phase": c.phase.copy()}, {"random": ~c.random}):
+        other = Trace(trace.tensor_columns, replace(c, **columns), outputs=trace.outputs, carry=trace.carry, like=trace)
+        assert other.structure is not trace.structure
+    fewer = Trace(trace.tensor_columns, c, outputs=trace.outputs[:-1], carry=(), like=trace)
+    assert fewer.structure is not trace.structure
+    same = Trace(
+        trace.tensor_columns, replace(c, flops=c.flops + 1), outputs=trace.outputs, carry=trace.carry, like=trace
+    )
+    assert same.structure is trace.structure
+    assert alone(trace).structure is not trace.structure
+
+
+# ---- shared plans --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_shared_plan_is_the_one_that_each_size_would_get(policy):
+    chosen, made = load(policy), []
+    for trace in sizes():
+        plan, own = chosen.plan(problem_for(trace, MACHINE)), chosen.plan(problem_for(alone(trace), MACHINE))
+        assert plan.decides_as(own)
+        assert (plan.keep_dead, plan.notes) == (own.keep_dead, own.notes)
+        assert plan.trace.origin == own.trace.origin
+        assert replay(plan, MACHINE) == replay(own, MACHINE)
+        assert chosen.plan(problem_for(trace, MACHINE)) is plan  # replays know it again
+        made.append(plan)
+    assert made[2].actions is made[1].actions
+    assert made[3].actions is made[1].actions
+
+
+def test_plans_of_other_parameters_and_those_that_look_at_times_are_not_mixed_up():
+    _, first, second, _ = sizes()
+    every = [load(f"every_k(k={k}, remove_unnecessary={keep})") for k in (1, 2) for keep in (False, True)]
+    assert [policy.plans_from for policy in every] == ["structure", "problem"] * 2
+    for trace in (first, second):
+        for policy in every:
+            own = policy.plan(problem_for(alone(trace), MACHINE))
+            assert policy.plan(problem_for(trace, MACHINE)).decides_as(own)
+            assert simulate(trace, MACHINE, policy).log == replay(own, MACHINE)
+
+
+ON_A_MACHINE = ("chen", "swap_all", "swap_all(ahead=2)", "save_on_cpu", "offload_activations")
+
+
+@pytest.mark.parametrize("policy", ON_A_MACHINE)
+def test_a_plan_that_ignores_the_budget_is_made_once_for_a_trace_on_a_machine(policy):
+    chosen, trace, other = load(policy), small(2, 32), load_profile("mt3000_survey")
+    plan = chosen.plan(problem_for(trace, MACHINE))
+    assert chosen.plan(problem_for(trace, MACHINE.with_budget(1 << 40), seed=3)) is plan
+    assert chosen.plan(problem_for(trace, other)) is not plan
+    smaller = [replace(each, capacity=each.capacity // 2) if each.device < 0 else each for each in MACHINE.tiers]
+    assert chosen.plan(problem_for(trace, replace(MACHINE, tiers=tuple(smaller)))) is not plan
+    assert chosen.plan(problem_for(alone(trace), other)).decides_as(chosen.plan(problem_for(trace, other)))
+
+
+def test_these_policies_declare_it():
+    assert {name for name in names() if load(name).plans_from == "structure"} == {*SHARED}
+
+
+# ---- the law -------------------------------------------------------------------------------------
+
+
+def rerun(trace: Trace, op: int) -> Plan:
+    """What an op produces is dropped after it, and recomputed before its next reader."""
+    results = [t for t in trace.writes(op) if trace.producer[t] >= 0]
+    later = sorted({reader for t in results for reader in trace.readers(t)})
+    able = later and not trace.op_columns.random[op] and all(trace.replaced_by[t] < 0 for t in trace.reads(op))
+    if not able or trace.devices > 1 or trace.op_columns.engine or any(trace.replaced_by[t] >= 0 for t in results):
+        return Plan(trace)
+    return Plan(trace, [*(Drop(t, after=op) for t in results), Recompute(op, before=later[0])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reruns(Policy):
+    """One op, which depends on nothing but their number."""
+
+    recomputes = True
+    plans_from: ClassVar = "structure"
+    rarely = "many ops cannot be recomputed"
+
+    def plan(self, problem: Problem) -> Plan:
+        return shared(self, problem, lambda: rerun(problem.trace, self.chosen(problem)))
+
+    def chosen(self, problem: Problem) -> int:
+        return len(problem.trace.ops) // 3
+
+
+class BySize(Reruns):
+    def chosen(self, problem: Problem) -> int:
+        return int(np.argmax([sum(problem.trace.tensors[t].bytes for t in op.writes) for op in problem.trace.ops]))
+
+
+class ByFlops(Reruns):
+    def chosen(self, problem: Problem) -> int:
+        return int(np.argmax(problem.trace.op_columns.flops))
+
+
+class ByTime(Reruns):
+    def chosen(self, problem: Problem) -> int:
+        return int(np.argmax([problem.cost.op_ns(op) for op in range(len(problem.trace.ops))]))
+
+
+class ByBudget(Reruns):
+    def chosen(self, problem: Problem) -> int:
+        return problem.budget % len(problem.trace.ops)
+
+
+class BySeed(Reruns):
+    def chosen(self, problem: Problem) -> int:
+        return problem.seed % len(problem.trace.ops)
+
+
+class ByTiers(Reruns):
+    def chosen(self, problem: Problem) -> int:
+        return len(problem.platform.tiers) - 1
+
+
+class Ahead(Reruns):
+    plans_from = "machine"
+
+
+class ByBudgetAhead(ByBudget):
+    plans_from = "machine"
+
+
+class BySeedAhead(BySeed):
+    plans_from = "machine"
+
+
+@pytest.mark.parametrize("policy", [ByBudgetAhead, BySeedAhead, BySize, ByFlops, ByTime, ByBudget, BySeed, ByTiers])
+def test_a_policy_that_declares_it_falsely_breaks_law_7(policy, tmp_path):
+    report = check_policy(policy(), examples=60, folder=tmp_path, across_processes=False)
+    (broken,) = [entry for entry in report.broken if entry.law == "repeats"]
+    assert "plans_from" in broken.text
+
+
+@pytest.mark.parametrize("policy", [Reruns, Ahead])
+def test_a_policy_that_declares_it_truly_keeps_every_law(policy, tmp_path):
+    report = check_policy(policy(), examples=40, folder=tmp_path, across_processes=False)
+    assert not report.broken, report.as_text()
+
+
+def test_other_sizes_are_in_another_order_and_as_legal():
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 10, "input", shape=(10,)), b.tensor("y", 30), b.tensor("z", 30)
+    b.op("a", reads=[x], writes=[y], flops=5)
+    b.op("b", reads=[y], writes=[z], flops=7, workspace=3)
+    trace = b.build(outputs=[z], carry=())
+    other = other_sizes(trace)
+    x, y, z = other.tensor_columns.bytes.tolist()
+    assert x > y == z > 0
+    assert other.op_columns.flops[0] > other.op_columns.flops[1] > 0
+    assert (other.op_columns.workspace > 0).tolist() == [False, True]
+    assert [op.name for op in other.ops] == ["a", "b"]
