@@ -538,7 +538,7 @@ def divisible(trace: Trace) -> int:
     for t in known.has[TENSOR]:
         shape = trace.tensor_columns.shape.get(t, ())
         if trace.tensor_columns.layer[t] >= 0 and not known.family[t] and len(shape) > 2:
-            by_head = len(shape) == 4 or _is_by_head(trace, shape)
+            by_head = len(shape) == 4 or _is_by_head(trace, t, shape)
             found = math.gcd(found, shape[1] if by_head else shape[-1])
     for name in experts_of(trace):
         shape = trace.tensor_columns.shape[trace.tensor_id(name)]
@@ -550,9 +550,11 @@ def divisible(trace: Trace) -> int:
     return found
 
 
-def _is_by_head(trace: Trace, shape: tuple[int, ...]) -> bool:
-    """Whether a shape is (batch, heads, tokens), the tokens padded or not, as of what attention saves of its scores."""
-    tokens = own_tokens(trace) or 0
+def _is_by_head(trace: Trace, t: int, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is what attention saves of its scores: (batch, heads, tokens), the tokens padded or not."""
+    made, tokens = int(trace.producer[t]), own_tokens(trace) or 0
+    if made < 0 or KINDS[trace.op_columns.kind[made]] != "attention":
+        return False
     return shape[0] == trace.meta.get("batch") and token_axis(trace, shape) < 0 and 0 < tokens <= shape[2]
 
 
