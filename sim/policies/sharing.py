@@ -36,10 +36,11 @@ def shared(policy: Policy, problem: Problem, make: Callable[[], Plan]) -> Plan:
 
     For one trace it is one plan, so that replays know it again.
     """
-    trace, platform = problem.trace, problem.platform
+    trace = problem.trace
     if policy.plans_from == "problem":
         return make()
     if policy.plans_from == "machine":
+        platform = problem.platform  # asked for nowhere else: sweeps note what a plan depends on
         behind = tuple(tier.capacity for tier in platform.tiers if tier.device < 0)
         return kept(trace, "plans", (policy, platform.timing_hash, behind), make)
 

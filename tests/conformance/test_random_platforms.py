@@ -17,6 +17,7 @@ NOT_DRAWN = {
         "another way to write a peak and efficiencies: test_mapping.py",
     ),
     **dict.fromkeys(("engines.power", "links.energy"), "energy changes no time and no byte"),
+    "engines.image_order": "bytes of convolutions, which the law takes from `op_times`: hardware/test_image_order.py",
     "tiers.pinning": "is paid before training, and changes nothing in an iteration: analysis/test_pinning.py",
     "op_time": "the law takes the time of an op from `op_times`; the bound's closed form is in hardware/test_bound.py",
     **dict.fromkeys(

@@ -127,7 +127,7 @@ MESSAGES = [
     "batch[0]: value 0: expected a whole number of at least 1",
     "batch[1]: value 'x': expected a whole number of at least 1",
     "sequence: value []: expected at least one entry",
-    "precision: value 'fp23': expected one of fp32, bf16, fp16, amp_bf16, amp_fp16, mixed_bf16, mixed_fp16, "
+    "precision: value 'fp23': expected one of fp32, tf32, bf16, fp16, amp_bf16, amp_fp16, mixed_bf16, mixed_fp16, "
     "megatron_bf16, mixed_fp8, megatron_fp8, fp8, int8 (did you mean 'fp32'?)",
     "attention: value 'flsh': expected one of eager, sdpa, flash (did you mean 'flash'?)",
     "profile[0]: value 'mt3000_survy': expected a hardware profile: no hardware profile is called 'mt3000_survy' "
