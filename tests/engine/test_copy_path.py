@@ -309,7 +309,7 @@ def test_a_part_that_decides_under_pressure_alone_is_not_asked_where_there_is_no
     check()
     if not taken:
         pytest.skip("none of the plans drawn takes the copy path")
-    assert asked > 10
+    assert asked > 0
 
 
 @pytest.mark.parametrize("policy", ["sentinel", "g10", "capuchin"])
