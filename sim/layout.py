@@ -45,6 +45,8 @@ from sim.units import parse_bytes
 ONE_EXPERT = re.compile(r"h\d+\.mlp\.expert\d+\.(gate|up)\.weight")
 """Weights of one expert, (inner, columns)."""
 BALANCED, DAPPLE = "balanced", "dapple"
+MOST = 10**9
+"""The largest number that a layout may have; beyond it looking for the nearest valid one takes too long."""
 CHOSEN = (BALANCED, DAPPLE)
 DDP, DDP_BUCKETS = "ddp", (1 << 20, 25 << 20)
 """PyTorch's `DistributedDataParallel`: `kDefaultFirstBucketBytes`, and `bucket_cap_mb`."""
@@ -405,6 +407,9 @@ def with_layers(
     """
     if not isinstance(layout.layers, str) or layout.pp == 1:
         return layout
+    count = len({layer for layer in op_layers(trace).tolist() if layer >= 0})
+    if layout.parts > max(count, 1):
+        raise LayoutError(f"pp: {count} layers do not make {layout.parts} parts; nearest: {max(count, 1)}")
     costs = costs or partial(layer_costs, trace, machine)
     ranks, n = layout.tp * layout.cp, layout.micro_batches
     if layout.layers == BALANCED:
@@ -580,13 +585,15 @@ def part_of_layer(trace: Trace, layout: Layout) -> dict[int, int]:
 
 def nearest_divisor(number: int, wanted: int) -> int:
     """The divisor of a number that is nearest to the one wanted, the smaller of two."""
-    divisors = (each for each in range(1, number + 1) if number % each == 0)
-    return min(divisors, key=lambda each: (abs(each - wanted), each))
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return min({*small, *(number // each for each in small)}, key=lambda each: (abs(each - wanted), each))
 
 
 def _positive(key: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise LayoutError(f"{key}: needs a whole number of at least 1, has {value!r}; nearest: 1")
+    if value > MOST:
+        raise LayoutError(f"{key}: is {value}, and at most {MOST}")
 
 
 def _check_devices(machine: Platform, layout: Layout) -> None:

@@ -464,3 +464,17 @@ def test_offloaded_activations_stay_for_gradients_of_weights_that_come_later(sch
     assert result.summary()["recompute_ns"] == 0
     assert result.log.counters["implicit_recomputes"] == 0
     assert any(result.events.why == "move")
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"dp": 10**20, "ep": 7}, "dp: is 100000000000000000000, and at most 1000000000"),
+        ({"dp": 10**9, "ep": 7}, "nearest: 8"),
+        ({"pp": 10**9, "layers": "balanced"}, "pp: 4 layers do not make 1000000000 parts; nearest: 4"),
+        ({"pp": 8, "layers": "balanced", "micro_batches": 4}, "pp: 4 layers do not make 8 parts; nearest: 4"),
+    ],
+)
+def test_huge_numbers_are_refused_at_once(layout: dict, said: str, base: Trace) -> None:
+    with pytest.raises(LayoutError, match=re.escape(said)):
+        lay_out(base, "a100_80_sxm", layout)
