@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sim.plan import Action, Drop, Plan, Recompute
+from sim.policies.composition.merging import anchor
 from sim.rewrites.holding import points, with_releases
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.gathers import gathers
@@ -50,13 +51,6 @@ def gathered_once(plan: Plan) -> Plan:
     return _merged(plan, pairs) if pairs else plan
 
 
-def _place(action: Action, trace: Trace) -> int:
-    """The op before which an action is carried out, in program order."""
-    if action.before is not None:
-        return trace.op_id(action.before)
-    return trace.op_id(action.after) + 1 if action.after is not None else 0
-
-
 def _pairs(trace: Trace, actions: Iterable[Action]) -> list[_Pair]:
     """The gathers for forward of what is recomputed, and for backward, that can be one."""
     assert trace.origin is not None
@@ -77,7 +71,7 @@ def _pairs(trace: Trace, actions: Iterable[Action]) -> list[_Pair]:
     for action in actions:
         if not isinstance(action, Recompute):
             continue
-        at = _place(action, trace)
+        at = sum(anchor(action, trace))
         for t in trace.reads(trace.op_id(action.op)):
             if producer[t] not in forward or end[t] >= at or int(producer[t]) in found:
                 continue
@@ -147,15 +141,12 @@ def _merged(plan: Plan, pairs: list[_Pair]) -> Plan:
 
 def _moved(action: Action, old: Trace, ids: list[int], where: np.ndarray, place: np.ndarray) -> Action:
     """An action over the old trace as the same over the new one."""
-    at: dict[str, int] = {}
-    if action.before is not None:
-        at["before"] = int(place[old.op_id(action.before)])
-    if action.after is not None:
-        op = old.op_id(action.after)
-        at["after"] = int(where[op]) if where[op] >= 0 else int(place[op]) - 1
+    op, after = anchor(action, old)
+    follows = bool(after) and where[op] >= 0  # after a gather that is left out: before the op that comes next
+    before, behind = (None, int(where[op])) if follows else (int(place[op]), None)
     if isinstance(action, Recompute):
-        return replace(action, op=int(where[old.op_id(action.op)]), **at)
-    return replace(action, tensor=ids[old.tensor_id(action.tensor)], **at)  # type: ignore[arg-type]
+        return replace(action, op=int(where[old.op_id(action.op)]), before=before, after=behind)
+    return replace(action, tensor=ids[old.tensor_id(action.tensor)], before=before, after=behind)
 
 
 def _drops(
@@ -169,7 +160,7 @@ def _drops(
     ends = dict(points(built))
     for pair in pairs:
         for t in old.writes(pair.forward):
-            last = int(where[max((op for op in old.readers(t)), default=pair.forward)])
+            last = int(where[max(old.readers(t), default=pair.forward)])
             new = ids[t]
             if new in later or max(int(built.last_use[new]), ends.get(new, -1)) > last:
                 yield Drop(new, after=last)

@@ -331,8 +331,8 @@ def held_by(index: TraceIndex, reruns: Sequence[Rerun], *, reentrant: bool = Fal
             lets_go = {index.released[t] for t in made}
             end = max(op for op in own if op in lets_go or any(is_saved(index, t) for t in index.reads[op]))
         for t in {t for op in inside for t in index.reads[op]} - made:
-            maker = index.producer[t]
-            if maker < 0 or is_gather(index.trace, maker) or _casts_weights(index, maker):
+            producer = index.producer[t]
+            if producer < 0 or is_gather(index.trace, producer) or _casts_weights(index, producer):
                 continue
             if t in anchor_of and end < anchor_of[t]:
                 drops[t] = max(end, drops.get(t, -1))

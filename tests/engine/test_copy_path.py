@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache, partial
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,6 +31,7 @@ from sim.policies import load
 from sim.trace import Trace, TraceBuilder
 from tests.engine.differential import difference
 from tests.engine.random_plans import can_run_again, made_by
+from tests.engine.test_array_path import assert_equal, outcome
 from tests.machines import GB
 from tests.machines import machine as toy_machine
 from workloads import transformer, w1
@@ -53,27 +53,6 @@ def is_taken(plan: Plan, platform: Platform) -> bool:
         covered.covers(plan, platform, prepared, resolved)
         and device.run(plan, platform, prepared, resolved, 100) is not None
     )
-
-
-def outcome(plan: Plan, platform: Platform, fast: bool) -> tuple[str, EventLog | None]:
-    try:
-        return "done", replay(plan, platform, fast=fast)
-    except TiersimError as error:
-        return f"{type(error).__name__}: {error}", getattr(error, "log", None)
-
-
-def assert_equal(plan: Plan, platform: Platform) -> None:
-    mine, theirs = outcome(plan, platform, True), outcome(plan, platform, False)
-    assert mine[0] == theirs[0]
-    if mine[1] is None or theirs[1] is None:
-        assert mine[1] is theirs[1]
-        return
-    for part in ("intervals", "changes", "reserved"):
-        here, there = getattr(mine[1], part), getattr(theirs[1], part)
-        assert here.dtype == there.dtype, part
-        assert np.array_equal(here, there), part
-    assert mine[1] == theirs[1]
-    assert list(mine[1].counters.items()) == list(theirs[1].counters.items())
 
 
 # ---- random plans --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from sim.layout import lay_out
 from sim.rewrites.values import departures
 from sim.trace import Trace
 from sim.trace.origin import Fused, Slots
+from tests.rewrites.test_expert_parallel import claiming
 from workloads import transformer, with_stack
 
 LLAMA = {
@@ -40,18 +41,9 @@ def test_one_kernel_updates_the_parameters_of_a_stage(precision: str, optimizer:
 def test_a_kernel_that_claims_other_parameters_is_caught() -> None:
     trace, base = divided({"pp": 2}, "fused", optimizer="adamw_foreach")
     assert trace.origin is not None
-    ops = list(trace.origin.ops)
-    op = next(i for i, expr in enumerate(ops) if isinstance(expr, Slots) and isinstance(expr.of, Fused))
-    expr = ops[op]
+    op = next(i for i, expr in enumerate(trace.origin.ops) if isinstance(expr, Slots) and isinstance(expr.of, Fused))
+    expr = trace.origin.ops[op]
     assert isinstance(expr, Slots)
     others = tuple(k for k in range(expr.count) if k not in expr.slots)
-    ops[op] = replace(expr, slots=others)
-    wrong = Trace(
-        trace.tensor_columns,
-        trace.op_columns,
-        outputs=trace.outputs,
-        carry=trace.carry,
-        meta=trace.meta,
-        origin=replace(trace.origin, ops=tuple(ops)),
-    )
+    wrong = claiming(trace, op, replace(expr, slots=others))
     assert {each.what for each in departures(wrong, base)} & {"wrong", "missing"}
