@@ -26,10 +26,11 @@ from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.rewrites.batching import batch_ops, batched, own_ops
 from sim.rewrites.chunks import CHUNKED, Chunks, as_base, cut, joined
-from sim.rewrites.dimensions import TENSOR, column_axis, dimensions, own_tokens, token_axis
+from sim.rewrites.dimensions import TENSOR, column_axis, dimensions, is_divided, own_tokens, token_axis
 from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
 from sim.rewrites.gradient_buffer import gradient_buffers
+from sim.rewrites.layer_parts import ATTENTION, MLP, LayerPart, layer_parts
 from sim.rewrites.next_step import updates_by_layer, without_barrier
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.schedules import SCHEDULES, device_of, parts_per_device, refusal
@@ -61,6 +62,9 @@ class Layout:
     sequence_parallel: with tp, whether what is not divided that way is divided by tokens.
     async_sums: with tp, whether backward gathers inputs and sums their gradients beside the products with weights, as
         Megatron-LM does by default (`sim.rewrites.async_sums`).
+    by_tokens: with sequence_parallel, parts of layers that the ranks of tp divide by tokens, too, with all weights on
+        each: "mlp, attention 0-3" are all MLPs, and attention in the first four layers (`sim.rewrites.layer_parts`).
+        Attention then gathers keys and values, and must be fused. Gradients of such weights are summed once.
     ep: of the replicas, how many next to each other divide the experts of a mixture; all else each of them has whole.
     cp: ranks among which the tokens of each replica's samples are divided, with all weights on each of them, or with
         `tp` the same part of them: context parallelism, which needs fused attention. Gradients are summed, and training
@@ -111,6 +115,7 @@ class Layout:
     gradient_buffer: bool = False
     ring_attention: bool = False
     async_sums: bool = False
+    by_tokens: tuple[LayerPart, ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -146,6 +151,11 @@ class Layout:
             raise LayoutError("async_sums: the ranks of tp sum gradients of inputs, and tp is 1; nearest: tp 2")
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("sequence_parallel: divides tokens among the ranks of tp, which is 1; nearest: tp 2")
+        object.__setattr__(self, "by_tokens", layer_parts(self.by_tokens, "by_tokens"))
+        if self.by_tokens and not self.sequence_parallel:
+            raise LayoutError("by_tokens: the ranks of tp divide tokens only with sequence_parallel; nearest: ''")
+        if self.cp > 1 and any(part.part == ATTENTION for part in self.by_tokens):
+            raise LayoutError("by_tokens: the ranks of cp divide attention by tokens already; nearest: cp 1, or 'mlp'")
         if self.dp % self.ep:
             nearest = nearest_divisor(self.dp, self.ep)
             raise LayoutError(f"ep: {self.ep} ranks of experts do not divide dp {self.dp}; nearest: {nearest}")
@@ -251,7 +261,8 @@ class Layout:
     def said(self) -> dict[str, Any]:
         """The keys that are not their defaults; `to_layout` of them is the same layout."""
         plain = {each.name: each.default for each in fields(self)} | {"chunks": parts_per_device(self.schedule)}
-        return {key: getattr(self, key) for key, default in plain.items() if getattr(self, key) != default}
+        said = {key: getattr(self, key) for key, default in plain.items() if getattr(self, key) != default}
+        return said | ({"by_tokens": ", ".join(map(str, self.by_tokens))} if self.by_tokens else {})
 
     def __str__(self) -> str:
         return ", ".join(f"{key} {value}" for key, value in self.said().items()) or "one device"
@@ -349,7 +360,7 @@ def _laid_out(
     _check_devices(machine, layout)
     _check_training(trace, layout)
     _check_samples(trace, layout)
-    check_division(trace, layout.tp, layout.sequence_parallel, layout.cp)
+    check_division(trace, layout.tp, layout.sequence_parallel, layout.cp, layout.by_tokens)
     check_context(trace, layout.cp)
     check_experts(trace, layout.ep)
     asked, layout = layout, with_layers(trace, machine, layout)
@@ -358,7 +369,7 @@ def _laid_out(
     trace = as_base(chunks.trace) if chunks is not None else trace
     trace = experts_apart(trace) if layout.ep > 1 else trace  # whose gradients others sum
     trace = divide_tokens(trace, layout.cp, layout.ring_attention)
-    trace = divide_layers(trace, layout.tp, layout.sequence_parallel, layout.async_sums)
+    trace = divide_layers(trace, layout.tp, layout.sequence_parallel, layout.async_sums, layout.by_tokens)
     trace = trace if kernels is None else kernels(trace)
     trace = trace if layout.barrier else updates_by_layer(trace)
     dealt = layout.zero > 1 and layout.dp * layout.cp > 1
@@ -454,16 +465,22 @@ def _norm_over_samples(trace: Trace) -> str:
     return next((c.name[op] for op in norms if any(rows[t] for t in trace.reads(op))), "")
 
 
-def check_division(trace: Trace, tp: int, sequence_parallel: bool, cp: int = 1) -> None:
+def check_division(
+    trace: Trace, tp: int, sequence_parallel: bool, cp: int = 1, by_tokens: tuple[LayerPart, ...] = ()
+) -> None:
     """Raise LayoutError where the layers of a trace do not divide among so many ranks.
 
     cp: ranks among which the tokens are divided before `sequence_parallel` divides them.
+    by_tokens: parts of layers of which heads and columns are not divided.
     """
     if tp == 1:
         return
     _check_divisible("tp", trace)
     _check_rows_of_experts(trace, sequence_parallel)
-    most = divisible(trace)
+    check_by_tokens(trace, by_tokens, cp * tp)
+    most = divisible(trace, by_tokens)
+    if by_tokens and not most:  # the vocabulary alone, which need not divide
+        return
     if not most:
         raise LayoutError("tp: the trace has no layers that are known to divide; nearest: 1")
     if most % tp:
@@ -537,9 +554,30 @@ def _check_divisible(key: str, trace: Trace) -> None:
         raise LayoutError(f"{key}: the trace has microbatches already; give micro_batches in the layout instead")
 
 
-def divisible(trace: Trace) -> int:
-    """What all heads and columns of layers that can be divided have as a common divisor; 0 where there are none."""
-    known, found = dimensions(trace), 0
+def check_by_tokens(trace: Trace, by_tokens: tuple[LayerPart, ...], ranks: int) -> None:
+    """Raise LayoutError for parts of layers that so many ranks cannot divide by tokens."""
+    names = [name for t, name in enumerate(trace.tensor_columns.name) if trace.producer[t] < 0]
+    weights = list(filter(is_divided, names))
+    for part in by_tokens:
+        if not any(map(part.has, weights)):
+            layers = max(op_layers(trace).tolist(), default=-1) + 1
+            raise LayoutError(f"by_tokens: no '{part}' in a model of {layers} layers; nearest: '{part.part}'")
+        if part.part == MLP and any(part.has(name) and ".router." in name for name in names):
+            raise LayoutError("by_tokens: experts are divided by columns, or by ep; nearest: 'attention'")
+    if by_tokens and not any(is_divided(name, by_tokens) for name in weights):
+        raise LayoutError(f"by_tokens: nothing is left that heads or columns divide; nearest: cp {ranks} without tp")
+    if any(part.part == ATTENTION for part in by_tokens) and not any(op.kind == "attention" for op in trace.ops):
+        raise LayoutError(
+            "by_tokens: scores of all tokens with all others cannot be divided by tokens; try attention 'flash'"
+        )
+
+
+def divisible(trace: Trace, by_tokens: tuple[LayerPart, ...] = ()) -> int:
+    """What all heads and columns of layers that can be divided have as a common divisor; 0 where there are none.
+
+    by_tokens: parts of layers whose heads and columns are not divided.
+    """
+    known, found = dimensions(trace, by_tokens), 0
     for t in known.has[TENSOR]:
         shape = trace.tensor_columns.shape.get(t, ())
         if trace.tensor_columns.layer[t] >= 0 and not known.family[t] and len(shape) > 2:

@@ -15,7 +15,9 @@ the answer says how many those are. Whatever it names has been simulated.
 One layout holds for all layers. Colossal-Auto (Liu et al. 2023, arXiv:2302.02599) chooses a sharding for each op of a
 block by an integer program, with conversions between them, and memory after it; its paper prints neither the costs that
 the program is given nor a strategy that it found for a transformer, and Colossal-AI's solver shares one among repeated
-blocks (its pull requests 2854 and 2912). Here layout and memory policy are compared together, each simulated.
+blocks (its pull requests 2854 and 2912). Here layout and memory policy are compared together, each simulated, and with
+`by_part` attention, MLP and vocabulary may each be divided by tokens or by heads and columns (`divisions`); ops inside
+these parts are not divided apart.
 
 Then the `variants` of the fastest are tried, layouts that differ in how they exchange the same: buckets of gradients,
 where gathered weights stay, keys and values in blocks. They are asked for only where a layout without the exposed part
@@ -28,7 +30,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -39,16 +41,28 @@ from sim.errors import LayoutError, TiersimError, near
 from sim.experiment import reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
-from sim.layout import BALANCED, DAPPLE, DDP, Layout, check_context, check_division, check_experts, lay_out
+from sim.layout import (
+    BALANCED,
+    DAPPLE,
+    DDP,
+    Layout,
+    check_by_tokens,
+    check_context,
+    check_division,
+    check_experts,
+    lay_out,
+)
 from sim.layout_estimate import Estimate, Estimator
 from sim.policies import load
 from sim.policies.traits import MANAGED_AS
 from sim.rewrites.dimensions import TENSOR, dimensions
 from sim.rewrites.experts import EXPERTS, is_of_experts
+from sim.rewrites.layer_parts import ATTENTION, PARTS, LayerPart, layer_parts
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.layers import op_layers
 from sim.trace.tensor import ROLES
 
+Parts = tuple[LayerPart, ...]
 POLICIES = ("keep_all", "selective_recompute", "full_recompute")
 MOST = 12
 NEARLY = 0.005
@@ -150,6 +164,7 @@ def search_layouts(
     overrides: Mapping[str, str] | None = None,
     kernels: Callable[[Trace], Trace] | None = None,
     fastest: bool = False,
+    by_part: bool = False,
     on_row: Callable[[Found], None] = lambda row: None,
 ) -> LayoutSearch:
     """The layouts of so many devices with each policy, simulated: the most promising ones.
@@ -167,6 +182,7 @@ def search_layouts(
     fastest: whether only the fastest is asked for: then no policy is run in a layout that with everything kept in
         unlimited memory takes longer than the fastest so far, and none where another is about as fast as that, but for
         policies that save work itself; nor are variants tried.
+    by_part: whether variants divide parts of layers by tokens rather than by heads and columns, too (`divisions`).
     on_row: called with each row as it is found.
 
     Raises LayoutError where no layout has so many devices, a schedule is not one of `SEARCHED`, or `most` is below 1.
@@ -224,7 +240,7 @@ def search_layouts(
             rows.append(_row(layout, policy, divided, platform, budget))
             on_row(rows[-1])
     if not fastest:
-        for layout, names in _worth_varying(rows, most):
+        for layout, names in _worth_varying(rows, most, divisions(trace) if by_part else ()):
             if is_late():
                 break
             try:
@@ -284,7 +300,9 @@ def _in_turn(
         yield layout
 
 
-def _worth_varying(rows: Sequence[Found], most: int) -> Iterator[tuple[Layout, list[str]]]:
+def _worth_varying(
+    rows: Sequence[Found], most: int, by_part: Sequence[Parts] = ()
+) -> Iterator[tuple[Layout, list[str]]]:
     """Variants of the layouts of rows, those of the fastest first, each with the policies under which it may be faster
     than all rows, which grow meanwhile; at most so many."""
     tried, number = {row.layout for row in rows}, 0
@@ -293,7 +311,7 @@ def _worth_varying(rows: Sequence[Found], most: int) -> Iterator[tuple[Layout, l
     for row in first:
         by_layout.setdefault(row.layout, []).append(row)
     for layout, own in by_layout.items():
-        for variant in variants(layout):
+        for variant in variants(layout, by_part):
             best = min(row.makespan_ns for row in rows if row.makespan_ns is not None)
             names = [row.policy for row in own if row.hidden_ns < best]
             if number == most or not names:
@@ -304,15 +322,32 @@ def _worth_varying(rows: Sequence[Found], most: int) -> Iterator[tuple[Layout, l
                 yield variant, names
 
 
-def variants(layout: Layout) -> Iterator[Layout]:
-    """Layouts that differ from one only in how the same is exchanged; those that differ in one thing first."""
+def divisions(trace: Trace) -> list[Parts]:
+    """The sets of parts of layers that ranks of tensor parallelism may divide by tokens, the same in each layer.
+
+    What passes between parts is divided by tokens in any of them, so that no pair of parts needs a conversion of its
+    own: these sets, each simulated, are all that an integer program over the parts could choose from.
+    """
+    sets = (layer_parts(some, "") for number in range(1, len(PARTS)) for some in combinations(PARTS, number))
+    return [each for each in sets if _is_valid(check_by_tokens, trace, each, 2)]
+
+
+def variants(layout: Layout, by_part: Sequence[Parts] = ()) -> Iterator[Layout]:
+    """Layouts that differ from one only in how the same is exchanged; those that differ in one thing first.
+
+    by_part: of layouts with sequence parallelism, parts of layers that may be divided by tokens.
+    """
     weights: list[dict[str, Any]] = [{}]
     if layout.zero == 3:
         weights.append({"reshard": False})
         weights += [{"reshard_to": n} for n in _divisors(layout.dp)[1:-1] if layout.ep == 1]
     buckets = [{"bucket": size} for size in (BUCKETS if layout.dp * layout.cp > 1 else BUCKETS[:1])]
     blocks = [{"ring_attention": ring} for ring in ((False, True) if layout.cp > 1 else (False,))]
-    every = list(product(weights, buckets, blocks))
+    some = by_part if layout.sequence_parallel else ()
+    if layout.cp > 1:  # whose ranks divide attention by tokens
+        some = [each for each in some if all(part.part != ATTENTION for part in each)]
+    parts = [{"by_tokens": each} for each in (layout.by_tokens, *some)]
+    every = list(product(weights, buckets, blocks, parts))
     plain = every[0]
     for each in sorted(every[1:], key=lambda each: sum(a != b for a, b in zip(each, plain, strict=True))):
         changes: dict[str, Any] = {key: value for part in each for key, value in part.items()}
@@ -455,7 +490,7 @@ def least_state(trace: Trace, layout: Layout, manages: Collection[str] = ()) -> 
     manages: what policies may move or drop, in words of `Policy.manages`; of that a device need hold nothing.
     """
     role, size = trace.tensor_columns.role, trace.tensor_columns.bytes
-    known = dimensions(trace)
+    known = dimensions(trace, layout.by_tokens)
     divided = known.has[TENSOR] if layout.tp > 1 else frozenset()
     dealt = known.has[EXPERTS] if layout.ep > 1 else frozenset()
     total = 0

@@ -49,6 +49,13 @@ LAYOUT_SCHEDULES = Option(
     Annotated[str | None, typer.Option(help="schedules of pipelines to try, with commas; default: all")],
     None,
 )
+BY_PART = Option(
+    "by_part",
+    Annotated[
+        bool, typer.Option("--by-part", help="try attention, MLP and vocabulary divided by tokens, each by itself")
+    ],
+    False,
+)
 MOST = Option("most", Annotated[int, typer.Option(help="layouts to simulate, the most promising ones")], 12)
 ON_DEVICES = Option(
     "devices",
@@ -201,7 +208,19 @@ def smallest_budget(ctx: typer.Context, **options: Any) -> None:
 
 
 @takes(
-    PROFILE, DEVICES, GLOBAL_BATCH, LAYOUT_POLICIES, LAYOUT_SCHEDULES, MOST, MODEL, TRACE, *AXES[1:], BUDGET, SET, JSON
+    PROFILE,
+    DEVICES,
+    GLOBAL_BATCH,
+    LAYOUT_POLICIES,
+    LAYOUT_SCHEDULES,
+    MOST,
+    BY_PART,
+    MODEL,
+    TRACE,
+    *AXES[1:],
+    BUDGET,
+    SET,
+    JSON,
 )
 def search(ctx: typer.Context, **options: Any) -> None:
     """Find layout over devices and memory policy together.
@@ -239,6 +258,7 @@ def search(ctx: typer.Context, **options: Any) -> None:
             schedules=SEARCHED if options["schedules"] is None else options["schedules"].split(","),
             overrides=overrides(options["set_"]) or None,
             kernels=kernels,
+            by_part=options["by_part"],
             on_row=note,
         )
     except KeyboardInterrupt:

@@ -124,6 +124,17 @@ LAYOUT = (
         None,
     ),
     Option(
+        "by_tokens",
+        Annotated[
+            str | None,
+            typer.Option(
+                "--by-tokens",
+                help="with --sequence-parallel: parts of layers with all weights on each rank, 'mlp, attention 0-3'",
+            ),
+        ],
+        None,
+    ),
+    Option(
         "cp",
         Annotated[int | None, typer.Option(help="ranks that divide the tokens, with all weights on each; default: 1")],
         None,

@@ -20,9 +20,11 @@ and values of all tokens; of their gradients it then has a term.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from sim.rewrites.experts import EXPERTS, Routed, expert_ops, routed
+from sim.rewrites.layer_parts import LayerPart
 from sim.rewrites.slots import owner, weights_of
 from sim.trace.graph import Trace
 from sim.trace.kept import kept
@@ -51,9 +53,13 @@ _SCALED = re.compile(r".*\.bwd\.scale(\.\d+)?")
 _GRADIENT = re.compile(r"(.*)\.grad(\.part)?(\.\d+)?")
 
 
-def is_divided(weight: str) -> bool:
-    """Whether the weight of this name has the dimension `tensor`."""
-    return bool(weight in VOCABULARY or _COLUMN.fullmatch(weight) or _ROW.fullmatch(weight))
+def is_divided(weight: str, by_tokens: Collection[LayerPart] = ()) -> bool:
+    """Whether the weight of this name has the dimension `tensor`.
+
+    by_tokens: parts of layers that ranks divide by tokens instead, with all weights on each.
+    """
+    known = weight in VOCABULARY or _COLUMN.fullmatch(weight) or _ROW.fullmatch(weight)
+    return bool(known) and not any(part.has(weight) for part in by_tokens)
 
 
 @dataclass(frozen=True)
@@ -137,12 +143,15 @@ def _is_scaled(op: Op) -> bool:
     return op.kind == "elementwise" and bool(_SCALED.fullmatch(op.name))
 
 
-def dimensions(trace: Trace) -> Dimensions:
-    """The dimensions of a trace on one device; found once per trace."""
-    return kept(trace, "dimensions", "", lambda: _find(trace))
+def dimensions(trace: Trace, by_tokens: tuple[LayerPart, ...] = ()) -> Dimensions:
+    """The dimensions of a trace on one device; found once per trace.
+
+    by_tokens: parts of layers that do not have `tensor`.
+    """
+    return kept(trace, "dimensions", by_tokens, lambda: _find(trace, by_tokens))
 
 
-def _find(trace: Trace) -> Dimensions:
+def _find(trace: Trace, by_tokens: tuple[LayerPart, ...]) -> Dimensions:
     tensors, ops = list(trace.tensors), tuple(trace.ops)
     weights = weights_of(trace)
     family = tuple(owner(t.name, weights) or "" for t in tensors)
@@ -154,7 +163,7 @@ def _find(trace: Trace) -> Dimensions:
     of_head = {t for t in of_head if len(tensors[t].shape or ()) != 3}
     tokens -= of_head
     sequence = own_tokens(trace)
-    divided = {t.id for t in tensors if family[t.id] and is_divided(family[t.id])}
+    divided = {t.id for t in tensors if family[t.id] and is_divided(family[t.id], by_tokens)}
     by_name = {t.name: t.id for t in tensors}
     for op in ops:
         passes = _passes(op, divided, tensors)

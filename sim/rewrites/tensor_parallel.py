@@ -34,6 +34,10 @@ Tensor-Expert-Data Parallelism Approach to Optimize Mixture-of-Experts Training"
 Where tokens are divided, each rank routes its own: the router works on each token alone, and rows, sorted by expert,
 are those of the rank's tokens, 1 / c of all. The gradients of its experts are terms of sums over these ranks.
 
+Parts of layers may be divided by tokens where others are by heads and columns (`by_tokens`): an MLP then takes the
+tokens that each rank has, with all its weights on each, attention its own tokens' queries with gathered keys and
+values. Nothing is gathered or summed between; instead the gradients of these weights are, once per iteration.
+
 Departs: the vocabulary is not padded, a part of it is rounded down to whole bytes. The loss exchanges what its rows
 need once per op that needs it. Terms of a gradient that are added to one that all ranks have (of q, k and v in BERT)
 are summed each by itself. With sequence parallelism, gradients of what every rank keeps are summed once, before the
@@ -64,6 +68,7 @@ from sim.rewrites.dimensions import (
     operands,
     token_axis,
 )
+from sim.rewrites.layer_parts import LayerPart
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.rewrites.ring_attention import RingAttention
 from sim.rewrites.slots import split_updates
@@ -89,18 +94,27 @@ def divide_tokens(trace: Trace, ranks: int, ring: bool = False) -> Trace:
     return trace if ranks == 1 else _Division(trace, ranks, CONTEXT, ring).build()
 
 
-def divide_layers(trace: Trace, ranks: int, sequence_parallel: bool = False, async_sums: bool = False) -> Trace:
+def divide_layers(
+    trace: Trace,
+    ranks: int,
+    sequence_parallel: bool = False,
+    async_sums: bool = False,
+    by_tokens: tuple[LayerPart, ...] = (),
+) -> Trace:
     """The first of so many symmetric ranks, each with a part of every layer.
 
     trace: a trace on one device, of a transformer, or a rank's of `divide_tokens`.
     ranks: how many; with 1 the trace itself is returned.
     sequence_parallel: whether what is not divided by heads or columns is divided by tokens.
     async_sums: whether backward gathers and sums beside products (`sim.rewrites.async_sums`).
+    by_tokens: with sequence_parallel, parts of layers that are divided by tokens, too, with all weights on each rank.
+
+    Raises TraceError for attention in several kernels, which cannot be divided by tokens.
     """
     if ranks == 1:
         return trace
-    apart = split_updates(trace, lambda slot: int(is_divided(slot.parameter)))
-    divided = _Division(apart, ranks, SEQUENCE if sequence_parallel else "").build()
+    apart = split_updates(trace, lambda slot: int(is_divided(slot.parameter, by_tokens)))
+    divided = _Division(apart, ranks, SEQUENCE if sequence_parallel else "", by_tokens=by_tokens).build()
     return sums_beside_weight_gradients(divided) if async_sums else divided
 
 
@@ -114,11 +128,13 @@ class _Division:
     gathered: what has been gathered for ops of a phase and layer.
     """
 
-    def __init__(self, trace: Trace, ranks: int, tokens: str, ring: bool = False) -> None:
+    def __init__(
+        self, trace: Trace, ranks: int, tokens: str, ring: bool = False, by_tokens: tuple[LayerPart, ...] = ()
+    ) -> None:
         self.trace, self.ranks, self.tokens, self.context = trace, ranks, tokens, tokens == CONTEXT
         self.axis = CONTEXT if self.context else TENSOR
         self.mark = f".{CONTEXT}" if self.context else ""  # in names, since both divisions may exchange a tensor
-        self.dims: Dimensions = dimensions(trace)
+        self.dims: Dimensions = dimensions(trace, by_tokens)
         self.ops, self.tensors = self.dims.ops, list(trace.tensors)
         about = {"tensor_ranks": ranks, "sequence_parallel": bool(tokens)}
         self.new = Rewriter(trace, {"context_ranks": ranks} if self.context else about)
