@@ -14,8 +14,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-import sim.engine.copy_path.wires
-import sim.engine.event_path.flows
+import sim.engine.event_path.fairness
 from sim.comparison import compare
 from sim.conformance import CHECKS, LawBroken, Replayed, check_costs, replayed, run_policy
 from sim.conformance.suite import breaks
@@ -455,10 +454,9 @@ POOLS = (
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.name)
 def test_ignoring_a_pool_breaks_order(pool, monkeypatch):
     assert broken(both_ways((pool,))) == set()
-    own = sim.engine.event_path.flows.fair_rates
+    own = sim.engine.event_path.fairness.fair_rates
     alone = lambda flows, rates, _: [own([users], [None] * len(rates))[0] for users in flows]  # noqa: E731
-    monkeypatch.setattr(sim.engine.event_path.flows, "fair_rates", alone)
-    monkeypatch.setattr(sim.engine.copy_path.wires, "fair_rates", alone)
+    monkeypatch.setattr(sim.engine.event_path.fairness, "fair_rates", alone)
     assert broken(both_ways((pool,))) == {"order"}
 
 

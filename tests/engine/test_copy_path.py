@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -385,8 +386,10 @@ def test_a_value_is_overwritten_when_its_copy_has_ended():
 # ---- faults --------------------------------------------------------------------------------------
 
 
-def without_shares(self, links):
-    return [self._rate[link] for link in links]
+def without_shares(self, now, share=Wires._share):
+    rates = dict(zip(self._users, self._rate, strict=True))
+    self._rates = SimpleNamespace(of=lambda flows: [rates[users] for users in flows])
+    share(self, now)
 
 
 def without_order(self, tensor, link, priority, submit=Wires.submit):
@@ -411,7 +414,7 @@ def dead_copies_begin(self, tensor, op, free=Copies.free_if_dead):
 
 
 FAULTS = {
-    "bandwidth is not shared": (Wires, "_fair", without_shares),
+    "bandwidth is not shared": (Wires, "_share", without_shares),
     "the wrong copy goes first": (Wires, "submit", without_order),
     "what an op reads is released while it runs": (Copies, "run_beside", without_pins),
     "a release does not wait": (Copies, "_release", at_once),

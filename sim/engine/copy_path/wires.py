@@ -9,7 +9,7 @@ from __future__ import annotations
 from fractions import Fraction
 from heapq import heappop, heappush
 
-from sim.engine.event_path.fairness import Users, fair_rates
+from sim.engine.event_path.fairness import FairRates
 from sim.engine.prepare import Prepared
 from sim.hardware.platform import Platform
 from sim.hardware.transfer_time import transfer_ns
@@ -54,10 +54,9 @@ class Wires:
         self._since: dict[int, int] = {}
         self._shares_changed = False
         self._alone = -1  # started when nothing else ran: unless something does, its end is known
-        self._pool_rates = [pool.rate for pool in platform.pools] + [link.rate for link in links]
-        self._first_link = len(platform.pools)
-        self._users: list[Users] = [((link.name, link.rate, prepared.charges.get(link.name, ())),) for link in links]
-        self._known: dict[tuple[int, ...], list[int | Fraction]] = {}
+        self._rates = FairRates(platform)
+        charges = prepared.charges
+        self._users = [self._rates.number(((link.name, link.rate, charges.get(link.name, ())),)) for link in links]
 
     # ---- queues ------------------------------------------------------------------------------
 
@@ -107,7 +106,7 @@ class Wires:
         else:
             self._alone = tensor
             self._begin_flow(tensor, now + fixed)
-            rate = self._flow_rate[tensor] = self._fair((link,))[0]
+            rate = self._flow_rate[tensor] = self._rates.of([self._users[link]])[0]
             self._at[tensor] = now + fixed + int(-(-self._left[tensor] // rate))
             self._shares_changed = False
         self._running.append(tensor)
@@ -155,16 +154,10 @@ class Wires:
     def _share(self, now: int) -> None:
         self._shares_changed = False
         flowing, left, since, rates = self._flowing, self._left, self._since, self._flow_rate
-        fair = self._fair(tuple([self._link[tensor] for tensor in flowing]))
+        fair = self._rates.of([self._users[self._link[tensor]] for tensor in flowing])
         for tensor, rate in zip(flowing, fair, strict=True):
+            if rate == rates[tensor]:
+                continue  # it ends when it did
             rest = left[tensor] = left[tensor] - rates[tensor] * (now - since[tensor])
             since[tensor], rates[tensor] = now, rate
             self._at[tensor] = now + int(-(-rest // rate))
-
-    def _fair(self, links: tuple[int, ...]) -> list[int | Fraction]:
-        """The rates in bytes/s of copies over these links that flow at once."""
-        rates = self._known.get(links)
-        if rates is None:
-            fair = fair_rates([self._users[link] for link in links], self._pool_rates, self._first_link)
-            rates = self._known[links] = [rate.numerator if rate.denominator == 1 else rate for rate in fair]
-        return rates

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from sim.engine.prepare import Charges
+from sim.hardware.platform import Platform
 
 Users = tuple[tuple[str, int | Fraction, Charges], ...]
 """Of one flow: (name, rate limit in bytes/s, what it charges) of each link or engine that it uses."""
@@ -14,6 +15,38 @@ Demand = Mapping[int, Fraction]
 """Of one flow: charged bytes per byte of payload in each pool that it crosses."""
 
 SWEEPS = 1000
+
+
+class FairRates:
+    """The rates of flows on a platform. What the same flows get is solved once, in whatever order they are given."""
+
+    def __init__(self, platform: Platform) -> None:
+        # bytes/s of each pool, then of each link, which is a pool of its own
+        self._pool_rates = [pool.rate for pool in platform.pools] + [link.rate for link in platform.links]
+        self._first_link = len(platform.pools)
+        self._numbers: dict[Users, int] = {}
+        self._users: list[Users] = []
+        self._known: dict[tuple[int, ...], dict[int, int | Fraction]] = {}
+
+    def number(self, users: Users) -> int:
+        """What flows of these users are called, so that their fractions are not compared again and again."""
+        if users not in self._numbers:
+            self._numbers[users] = len(self._users)
+            self._users.append(users)
+        return self._numbers[users]
+
+    def of(self, flows: list[int]) -> list[int | Fraction]:
+        """The rates in bytes/s of flows that go on at once, by the numbers of their users."""
+        alike = tuple(sorted(flows))
+        rates = self._known.get(alike)
+        if rates is None:
+            fair = fair_rates([self._users[users] for users in alike], self._pool_rates, self._first_link)
+            rates = {
+                users: rate.numerator if rate.denominator == 1 else rate
+                for users, rate in zip(alike, fair, strict=True)
+            }
+            self._known[alike] = rates
+        return [rates[users] for users in flows]
 
 
 def fair_rates(
@@ -34,7 +67,7 @@ def fair_rates(
                 members.setdefault(pool, set()).add(name)
     limits: list[Fraction] = []
     demands: list[dict[int, Fraction]] = []
-    capacity = {pool: Fraction(rate) for pool, rate in enumerate(pool_rates) if rate is not None}
+    capacity: dict[int, Fraction] = {}
     for users in flows:
         cap: Fraction | None = None
         demand: dict[int, Fraction] = {}
@@ -43,8 +76,10 @@ def fair_rates(
             for pool, charge, factor in charges:
                 if len(members[pool]) > 1:
                     own *= factor
-                if pool_rates[pool] is not None and charge:
+                most = pool_rates[pool]
+                if most is not None and charge:
                     demand[pool] = demand.get(pool, Fraction(0)) + charge
+                    capacity.setdefault(pool, Fraction(most))
             cap = own if cap is None else min(cap, own)
             for pool, _, _ in charges:
                 if first_link is not None and pool >= first_link:

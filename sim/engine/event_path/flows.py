@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from sim.engine.event_path.clock import COPIES, ENDS, Clock
-from sim.engine.event_path.fairness import Users, fair_rates
+from sim.engine.event_path.fairness import FairRates, Users
 from sim.hardware.platform import Platform
 
 NANO = 10**9
@@ -22,11 +22,12 @@ class Flow:
     users: what they use, by the number that `Flows.number` gives it.
     rank: that of its end.
     rate, since: at which it flows, from which time on.
+    end: when all of it has flowed at this rate.
     is_ahead: whether that is a time to come, and nothing has changed it since it was set.
     done: called with the time of its end.
     """
 
-    __slots__ = ("done", "is_ahead", "rank", "rate", "remaining", "since", "users")
+    __slots__ = ("done", "end", "is_ahead", "rank", "rate", "remaining", "since", "users")
 
     def __init__(self, bytes: int, users: int, done: Callable[[int], None], rank: int) -> None:
         self.remaining: int | Fraction = bytes * NANO
@@ -35,6 +36,7 @@ class Flow:
         self.rank = rank
         self.rate: int | Fraction = 0
         self.since = 0
+        self.end = 0
         self.is_ahead = False
 
     def flow_until(self, now: int) -> None:
@@ -65,31 +67,23 @@ class Flows:
 
     def __init__(self, platform: Platform, clock: Clock) -> None:
         self._clock = clock
-        # bytes/s of each pool, then of each link, which is a pool of its own
-        self._pool_rates = [pool.rate for pool in platform.pools] + [link.rate for link in platform.links]
-        self._first_link = len(platform.pools)
+        self._rates = FairRates(platform)
         self._active: list[Flow] = []
         self._ahead: Flow | None = None  # the only one, which begins later: its end is known
         self._alarm = 0
-        self._numbers: dict[Users, int] = {}
-        self._users: list[Users] = []
-        self._known: dict[tuple[int, ...], list[int | Fraction]] = {}
         self.stale = False
         self.settled_at = -1
 
     def number(self, users: Users) -> int:
         """What flows of these users call them, so that their fractions are not compared again and again."""
-        if users not in self._numbers:
-            self._numbers[users] = len(self._users)
-            self._users.append(users)
-        return self._numbers[users]
+        return self._rates.number(users)
 
     def start_at(self, flow: Flow, time: int) -> None:
         """Let a flow begin at a later time. While it is the only one it runs like a job that shares nothing."""
         if self._active or self._ahead is not None:
             self._clock.at(time, COPIES, lambda _: self._begin(flow))
             return
-        (rate,) = self._fair((flow.users,))
+        (rate,) = self._rates.of([flow.users])
         flow.flow_at(rate, time, ahead=True)
         self._ahead = flow
         self._set_alarm(time + int(-(-flow.remaining // rate)))
@@ -121,21 +115,14 @@ class Flows:
         self.stale = False
         if not self._active:
             return
-        soonest = -1
-        for flow, rate in zip(self._active, self._fair(tuple([flow.users for flow in self._active])), strict=True):
-            flow.flow_until(now)
-            flow.flow_at(rate, now)
-            left = int(-(-flow.remaining // rate))
-            soonest = left if soonest < 0 else min(soonest, left)
-        self._set_alarm(now + soonest)
-
-    def _fair(self, key: tuple[int, ...]) -> list[int | Fraction]:
-        """The rates of flows with these users."""
-        rates = self._known.get(key)
-        if rates is None:
-            fair = fair_rates([self._users[users] for users in key], self._pool_rates, self._first_link)
-            rates = self._known[key] = [rate.numerator if rate.denominator == 1 else rate for rate in fair]
-        return rates
+        ends = []
+        for flow, rate in zip(self._active, self._rates.of([flow.users for flow in self._active]), strict=True):
+            if rate != flow.rate or flow.is_ahead:
+                flow.flow_until(now)
+                flow.flow_at(rate, now)
+                flow.end = now + int(-(-flow.remaining // rate))
+            ends.append(flow.end)
+        self._set_alarm(min(ends))
 
     def _set_alarm(self, time: int) -> None:
         """Look then whether a flow has ended; what was set before is void."""
