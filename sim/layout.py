@@ -533,7 +533,12 @@ def check_experts(trace: Trace, ep: int) -> None:
 
 
 def _check_rows_of_experts(trace: Trace, sequence_parallel: bool) -> None:
-    """Raise LayoutError where rows sorted by expert would be taken for tokens: one expert per token has as many."""
+    """Raise LayoutError where rows sorted by expert would be taken for tokens: one expert per token has as many.
+
+    A trace that names its axes tells them apart.
+    """
+    if trace.tensor_columns.axes:
+        return
     tokens = math.prod(int(trace.meta.get(key, 0)) for key in ("batch", "sequence"))
     of_layers = [rows for layers in trace.meta.get("expert_loads") or () for rows in layers.values()]
     loads = map(sum, of_layers) if experts_of(trace) else (rows for of_layer in of_layers for rows in of_layer)
@@ -598,7 +603,7 @@ def _is_by_head(trace: Trace, t: int, shape: tuple[int, ...]) -> bool:
     made, tokens = int(trace.producer[t]), own_tokens(trace) or 0
     if made < 0 or KINDS[trace.op_columns.kind[made]] != "attention":
         return False
-    return shape[0] == trace.meta.get("batch") and token_axis(trace, shape) < 0 and 0 < tokens <= shape[2]
+    return shape[0] == trace.meta.get("batch") and token_axis(trace, t) != 1 and 0 < tokens <= shape[2]
 
 
 def part_of_layer(trace: Trace, layout: Layout) -> dict[int, int]:

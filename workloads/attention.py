@@ -19,6 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from sim.errors import WorkloadError
+from sim.trace.tensor import TOKENS
 from workloads.costs import TILES, attention_backward_flops, attention_flops, element_flops, executed
 from workloads.precision import BYTES, promoted
 from workloads.primitives import (
@@ -30,6 +31,7 @@ from workloads.primitives import (
     scale,
     softmax,
 )
+from workloads.sizes import named
 from workloads.tape import Tape, Value
 
 
@@ -102,7 +104,8 @@ def attention_core(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Val
 
 
 def _fused(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, kernel: str) -> Value:
-    rows = core.sequence if kernel == "flash" else -(-core.sequence // 32) * 32  # padded to whole tiles of the kernel
+    # of the other kernel padded to whole tiles
+    rows = core.sequence if kernel == "flash" else named(-(-core.sequence // 32) * 32, TOKENS)
     out = tape.result(f"{name}.out", core.query_shape, q.dtype)
     lse = tape.constant(f"{name}.logsumexp", (core.batch, core.heads, rows), "fp32")
     # flash attention saves a seed of two words, the other kernel one word; both save an offset

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from sim.trace.tensor import ROWS, TOKENS
 from workloads.adapters import Tuning, linear_layer
 from workloads.costs import element_flops, matmul_flops
 from workloads.eight_bits import eight_bit_linear, multiplies_in_8_bits
 from workloads.models import Config
 from workloads.primitives import Gradients, elementwise, gather, linear, multiply, softmax, split, unary
+from workloads.sizes import named
 from workloads.tape import Tape, Value
 
 
@@ -48,13 +50,13 @@ def mixture(
     tape: Tape, name: str, x: Value, c: Config, weights: dict[str, Value], loads: tuple[int, ...], tuning: Tuning
 ) -> Value:
     """The sum of the chosen experts' outputs, weighted by the router; (batch, sequence, hidden)."""
-    tokens, k = x.elements // c.hidden, c.experts_per_token
+    tokens, k = named(x.elements // c.hidden, TOKENS), c.experts_per_token
     flat = x.viewed(tokens, c.hidden)
     scores, choice = route(tape, f"{name}.router", flat, c, weights[f"{name}.router.weight"])
     if c.experts_form == "loop":
         y = _loop(tape, name, flat, scores, c, weights, loads, tuning)
     else:
-        y = _grouped(tape, name, flat, scores, choice, c, weights, tokens * k)
+        y = _grouped(tape, name, flat, scores, choice, c, weights, named(tokens * k, ROWS))
     return y.viewed(*x.shape)
 
 
@@ -155,7 +157,7 @@ def _loop(
     for expert, rows in enumerate(loads):
         if not rows:
             continue
-        e, tape.routed = f"{name}.expert{expert}", rows
+        e, tape.routed, rows = f"{name}.expert{expert}", rows, named(rows, ROWS)
         index, rank = (tape.constant(f"{e}.{what}", (rows,), "int64") for what in ("rows", "ranks"))
         tape.op(f"{e}.find", "other", [scores], [index, rank], flops=scores.shape[0])
         picked = gather(tape, f"{e}.dispatch", x, (rows, c.hidden), index)

@@ -15,9 +15,11 @@ fused linear cross-entropy).
 
 from __future__ import annotations
 
+from sim.trace.tensor import TOKENS
 from workloads.costs import element_flops, matmul_flops
 from workloads.precision import BYTES
 from workloads.primitives import Gradients, elementwise, linear
+from workloads.sizes import named
 from workloads.tape import Tape, Value
 
 LOSSES = ("torch", "fused", "vocab_parallel", "chunked")
@@ -40,12 +42,13 @@ def head_loss(
     """
     if kind == "chunked":
         return _chunked(tape, name, x, head, labels, bias)
+    tokens = named(labels.elements, TOKENS)
     if kind == "vocab_parallel":  # whose labels come shifted
         logits = linear(tape, name, x, head, bias)
-        return _vocab_parallel(tape, "loss", logits.viewed(labels.elements, logits.shape[-1]), labels)
+        return _vocab_parallel(tape, "loss", logits.viewed(tokens, logits.shape[-1]), labels)
     targets, *padded = shifted(tape, labels) if causal else (labels,)
     logits = linear(tape, name, x, head, bias)
-    rows = logits.viewed(labels.elements, logits.shape[-1])
+    rows = logits.viewed(tokens, logits.shape[-1])
     if kind == "fused":
         return _fused(tape, "loss", rows, targets)
     wide = tape.cast(rows, "fp32", "loss.up") if causal else rows
@@ -174,7 +177,7 @@ def _chunked(tape: Tape, name: str, x: Value, head: Value, labels: Value, bias: 
             tape.per_sample(value)
     tape.op(f"{name}.zero", "elementwise", [], kept)
     for start in range(0, tokens, CHUNK):
-        rows = min(CHUNK, tokens - start)
+        rows = named(min(CHUNK, tokens - start), TOKENS)
         logits = tape.constant(f"{name}.logits", (rows, columns), a.dtype)
         flops = matmul_flops(rows, inner, columns)
         tape.op(f"{name}.chunk", "matmul", [a, w], [logits], flops=flops, chunk=True)

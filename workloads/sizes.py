@@ -40,6 +40,50 @@ class Step(NamedTuple):
     operands: tuple[int, ...]
 
 
+class Named(int):
+    """A length of a shape of which it is known what it counts: one of `sim.trace.tensor.AXES`.
+
+    It is a plain number in all other respects: what is computed with it has no name.
+    """
+
+    axis: str
+
+
+@dataclass(frozen=True)
+class _Naming:
+    """The operation by which a size gets a name: its value stays."""
+
+    axis: str
+
+    def __call__(self, length: int) -> int:
+        return length
+
+
+def named(length: Any, axis: str) -> int:
+    """A length, or a size, that counts what `axis` says (`sim.trace.tensor.AXES`) where it stands in a shape."""
+    if type(length) is Size:
+        return cast(int, length.of.result(_Naming(axis), (length.place,)))
+    known = Named(length)
+    known.axis = axis
+    return known
+
+
+def lengths_and_axes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
+    """A shape of plain numbers and sizes, and what each axis counts, "" for no name; None where none has any."""
+    for length in shape:
+        if type(length) is not int:
+            break
+    else:
+        return shape, None
+    names = tuple([length.axis if type(length) is Named else _axis(length) for length in shape])
+    return tuple([int(each) if type(each) is Named else each for each in shape]), names if any(names) else None
+
+
+def _axis(length: Any) -> str:
+    step = length.of.steps[length.place] if type(length) is Size else None
+    return step.operation.axis if step is not None and type(step.operation) is _Naming else ""
+
+
 class Symbols:
     """All numbers of a trace that depend on sizes, in the order in which they are computed, and the conditions.
 
@@ -65,8 +109,9 @@ class Symbols:
         """The position of an operand, -1 for all else than whole numbers."""
         if type(given) is Size:
             return given.place
-        if type(given) is not int:
+        if type(given) not in (int, Named):
             return -1
+        given = int(given)
         if given not in self._known:
             self._known[given] = self._append(given, None).place
         return self._known[given]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from sim.trace.builder import TraceBuilder
 from workloads.precision import BYTES, Precision, stored_bytes
+from workloads.sizes import lengths_and_axes
 
 ARITHMETIC = frozenset(("fp32", "bf16", "fp16", "fp8", "int8"))
 """The types that ops compute in; others are indices and masks."""
@@ -187,8 +188,10 @@ class Tape:
         name = _unique(name, self._tensor_names)
         self._overwritten.add(value.tensor)
         size = self.builder.bytes_of(value.tensor)
+        lengths, axes = lengths_and_axes(value.shape)
+        old, dtype = value.tensor, value.dtype
         tensor = self.builder.tensor(
-            name, size, role, layer=self.layer, shape=value.shape, dtype=value.dtype, replaces=value.tensor
+            name, size, role, layer=self.layer, shape=lengths, dtype=dtype, replaces=old, axes=axes
         )
         return value._replace(tensor=tensor, name=name)
 
@@ -397,7 +400,8 @@ class Tape:
     def _value(self, name: str, shape: tuple[int, ...], dtype: str, role: str, slot: int) -> Value:
         name = _unique(name, self._tensor_names)
         size = prod(shape) * BYTES[dtype]
-        tensor = self.builder.tensor(name, size, role, layer=self.layer, shape=shape, dtype=dtype)
+        lengths, axes = lengths_and_axes(shape)
+        tensor = self.builder.tensor(name, size, role, layer=self.layer, shape=lengths, dtype=dtype, axes=axes)
         if role == "input":
             self._rows.add(tensor)
         return Value(tensor, shape, dtype, slot, name)

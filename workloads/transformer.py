@@ -12,6 +12,7 @@ from sim.arguments import explained
 from sim.errors import TraceError, WorkloadError, near
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
+from sim.trace.tensor import TOKENS
 from workloads.adapters import FROZEN_DTYPES, Tuning, tuning_of
 from workloads.attention import Core
 from workloads.backward import backward
@@ -24,7 +25,7 @@ from workloads.other_models import NotBuiltIn
 from workloads.parameters import make_parameters
 from workloads.passes import PASSES
 from workloads.precision import PRECISIONS, Precision
-from workloads.sizes import at_sizes
+from workloads.sizes import at_sizes, named
 from workloads.stacks import STACKS, as_workload
 from workloads.tape import Tape, Value
 
@@ -214,7 +215,7 @@ def _build(
         core = Core(
             implementation=attention,
             batch=samples,
-            sequence=sequence,
+            sequence=named(sequence, TOKENS),
             heads=c.heads,
             kv_heads=c.kv_heads,
             head=c.head,

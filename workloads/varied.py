@@ -57,7 +57,7 @@ def joined(steps: Sequence[Trace]) -> Trace:
                     raise WorkloadError(f"joined: {start}, which step {k - 1} does not leave")
                 ids.append(left[t.name])
                 continue
-            fields = {name: getattr(t, name) for name in ("layer", "shape", "dtype", "zeros", "saved_for")}
+            fields = {name: getattr(t, name) for name in ("layer", "shape", "dtype", "zeros", "saved_for", "axes")}
             ids.append(builder.tensor(f"{t.name}#{k}", t.bytes, t.role, **fields))
             if kept[t.id]:
                 starts[t.name] = left[t.name] = ids[-1]

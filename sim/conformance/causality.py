@@ -64,8 +64,8 @@ def other_future(trace: Trace, last: int) -> Trace:
     ids: dict[int, int] = {}
     for t in trace.tensors:
         if trace.producer[t.id] <= last:
-            fields = {"layer": t.layer, "shape": t.shape, "dtype": t.dtype, "zeros": t.zeros, "saved_for": t.saved_for}
-            ids[t.id] = b.tensor(t.name, t.bytes, t.role, **fields)  # type: ignore[arg-type]
+            fields = {key: getattr(t, key) for key in ("layer", "shape", "dtype", "zeros", "saved_for", "axes")}
+            ids[t.id] = b.tensor(t.name, t.bytes, t.role, **fields)
     for t in trace.tensors:
         if t.id in ids and t.replaces is not None:
             b.take_over(ids[t.id], ids[t.replaces])

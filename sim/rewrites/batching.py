@@ -74,8 +74,9 @@ def batched(trace: Trace) -> NDArray[np.bool_]:
     out[list(statistics)] = False
     for op in np.flatnonzero(splits & (trace.op_columns.phase == PHASE_CODE["backward"])).tolist():
         if len(made := trace.writes(op)) > 1:
-            having, lacking = ({c.shape.get(t) for t in trace.reads(op) if out[t] == rows} for rows in (True, False))
-            out[[t for t in made if c.shape.get(t) in lacking - having - {None}]] = False
+            forms = {t: (c.shape.get(t), c.axes.get(t)) for t in (*trace.reads(op), *made)}
+            having, lacking = ({forms[t] for t in trace.reads(op) if out[t] == rows} for rows in (True, False))
+            out[[t for t in made if forms[t] in lacking - having - {(None, None)}]] = False
     sums = np.append(_splits_by(trace, "batch_sum"), False)[trace.producer]
     for t in np.flatnonzero(sums & (c.replaces >= 0)).tolist():  # what is scaled or added to in place is a sum, too
         while (t := int(c.replaces[t])) >= 0:

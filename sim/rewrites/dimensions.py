@@ -2,13 +2,13 @@
 
 `tensor`: heads, the width of an MLP, or the vocabulary. Which weights have it their names tell (`COLUMNS`, `ROWS`,
 `VOCABULARY`; of LoRA's adapters that matrix which meets the divided side of its layer, B or A); activations have it
-from the products of such weights. `sequence`: the tokens of a sample; which tensors
-have it their shapes tell; `context` is the same, where ranks of context parallelism divide the tokens (of the part of
-them that such a rank has, `sequence` is what ranks of sequence parallelism divide further). `experts`: those of a
-layer, whose weights are one tensor, and the tokens' rows sorted by expert (`sim.rewrites.experts`); these rows have
-`context`, too, since a rank has those of its tokens. `queries`: what attention's gradients of keys and values are
-summed over; nothing has it, nor `blocks`: of a rank's queries, the shares of the keys that they ask in turn, see
-`sim.rewrites.ring_attention`.
+from the products of such weights. `sequence`: the tokens of a sample; which tensors have it the trace says
+(`Tensor.axes`), or where it says nothing of any axis, as an imported one, their sizes tell. `context` is the same,
+where ranks of context parallelism divide the tokens (of the part of them that such a rank has, `sequence` is what ranks
+of sequence parallelism divide further). `experts`: those of a layer, whose weights are one tensor, and the tokens' rows
+sorted by expert (`sim.rewrites.experts`); these rows have `context`, too, since a rank has those of its tokens.
+`queries`: what attention's gradients of keys and values are summed over; nothing has it, nor `blocks`: of a rank's
+queries, the shares of the keys that they ask in turn, see `sim.rewrites.ring_attention`.
 
 An op can be divided along a dimension where each result is either divided, too, or a sum over the shares: a product
 whose two operands have the dimension contracts it. An op that only adds or copies takes terms of sums. A loss over a
@@ -29,6 +29,7 @@ from sim.rewrites.slots import owner, weights_of
 from sim.trace.graph import Trace
 from sim.trace.kept import kept
 from sim.trace.op import Op
+from sim.trace.tensor import TOKENS as OF_TOKENS
 from sim.trace.tensor import Tensor
 
 _MLP = ("mlp.gate", "mlp.up", "mlp.gate_up", "mlp.shared.gate", "mlp.shared.up")
@@ -156,7 +157,7 @@ def _find(trace: Trace, by_tokens: tuple[LayerPart, ...]) -> Dimensions:
     weights = weights_of(trace)
     family = tuple(owner(t.name, weights) or "" for t in tensors)
     of_weights = {t for op in ops if op.reads and all(family[r] for r in op.reads) for t in op.writes}  # dequantised
-    tokens = {t.id for t in tensors if not family[t.id] and token_axis(trace, t.shape) >= 0} - of_weights
+    tokens = {t.id for t in tensors if not family[t.id] and token_axis(trace, t.id) >= 0} - of_weights
     of_head = {
         t for op in ops if has_sums(op) for t in (*op.reads[3:], *op.writes)
     }  # sums: of the input, else of weights
@@ -179,7 +180,7 @@ def _find(trace: Trace, by_tokens: tuple[LayerPart, ...]) -> Dimensions:
         if op.kind == "collective":  # each result is what was read in its place, in another form
             divided.update(t for source, t in zip(op.reads, op.writes, strict=False) if source in divided)
     attends = [op for op in ops if op.kind == "attention"]
-    if sequence:
+    if sequence and not trace.tensor_columns.axes:
         tokens |= {t for op in attends for t in op.writes if (tensors[t].shape or ())[2:] == (sequence,)}
     keys = frozenset(t for op in attends if op.phase == "forward" for t in _keys(op, tokens))
     with_queries = keys.intersection(op.reads[0] for op in attends if op.phase == "forward" and op.reads)
@@ -214,11 +215,19 @@ def _context_ranks(trace: Trace) -> int:
     return ranks if isinstance(ranks, int) and ranks > 0 else 1
 
 
-def token_axis(trace: Trace, shape: tuple[int, ...] | None) -> int:
-    """The axis of a shape that has the tokens, where activations have them; -1 for none.
+def token_axis(trace: Trace, t: int) -> int:
+    """The axis of a tensor's shape that has the tokens, where activations have them; -1 for none.
 
-    These are (batch, s, …), (batch, heads, s, …) and (batch s, …).
+    The trace says so, or where it says nothing of axes, sizes do: (batch, s, …), (batch, heads, s, …), (batch s, …).
     """
+    columns = trace.tensor_columns
+    if not columns.axes:
+        return _axis_by_size(trace, columns.shape.get(t))
+    names = columns.axes.get(t, ())
+    return names.index(OF_TOKENS) if OF_TOKENS in names else -1
+
+
+def _axis_by_size(trace: Trace, shape: tuple[int, ...] | None) -> int:
     batch, sequence = trace.meta.get("batch"), own_tokens(trace)
     if not shape or not isinstance(batch, int) or not sequence:
         return -1
@@ -245,7 +254,8 @@ def _passes(op: Op, divided: set[int], tensors: list[Tensor]) -> bool:
         return False
     if op.kind == "loss":
         columns = {(tensors[t].shape or ())[-1:] for t in operands(op) if t in divided}
-        return any((tensors[t].shape or ())[-1:] in columns for t in op.writes)
+        made = (tensors[t] for t in op.writes)
+        return any((t.shape or ())[-1:] in columns and (t.axes or ("",))[-1] != OF_TOKENS for t in made)
     return op.kind in ("elementwise", "copy", "softmax", "attention", "reduce", "optimizer")
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from sim.trace.graph import Trace
 from sim.trace.op import Op
+from sim.trace.tensor import ROWS
 
 EXPERTS = "experts"
 APART = "experts_apart"
@@ -52,12 +53,13 @@ def routed(trace: Trace, ops: Sequence[Op], family: Sequence[str], ranks: int) -
     family: per tensor the weight that it belongs to. ranks: among which the tokens are divided, of which this is one.
     """
     columns = trace.tensor_columns
+    named = {t for t, names in columns.axes.items() if ROWS in names and not family[t]}
     if not experts_of(trace):
-        rows = _rows_of_each(trace, family, ranks)
+        rows = named if columns.axes else _rows_of_each(trace, family, ranks)
         by_token = [op for op in ops if _OF_ROUTER.fullmatch(op.name) or _FINDS.fullmatch(op.name)] if rows else []
         return Routed(frozenset(rows), frozenset(), frozenset(op.id for op in by_token))
     lengths = {sum(rows) // ranks for layers in trace.meta.get("expert_loads") or () for rows in layers.values()}
-    rows = {
+    rows = named or {
         t
         for t, shape in columns.shape.items()
         if len(shape) in (1, 2) and shape[0] in lengths and not family[t] and _OF_LAYER.fullmatch(columns.name[t])

@@ -37,6 +37,7 @@ def all_ranks(trace: Trace) -> Trace:
             "dtype": t.dtype,
             "zeros": t.zeros,
             "saved_for": t.saved_for,
+            "axes": t.axes,
         }
         sizes = [_of_experts(trace, origin.tensors[t.id], t, t.bytes, r) for r in range(ranks)]
         ids.append([builder.tensor(f"{t.name}@{r}", sizes[r], t.role, **fields) for r in range(ranks)])

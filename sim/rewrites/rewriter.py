@@ -48,7 +48,7 @@ class Rewriter:
         stands_for: what the new one stands for; by default the old tensor itself.
         changes: fields that differ; `replaces` must be a new id.
         """
-        names = ("name", "bytes", "role", "layer", "shape", "dtype", "zeros", "saved_for")
+        names = ("name", "bytes", "role", "layer", "shape", "dtype", "zeros", "saved_for", "axes")
         fields = {name: getattr(like, name) for name in names}
         fields.update(changes)
         self._tensors.append(Same(like.id) if stands_for is None else stands_for)
@@ -141,7 +141,7 @@ class Rewriter:
                 over = int(columns.replaces[over])
             if over >= 0:
                 self.builder.take_over(news[old], news[over])
-        for key in ("shape", "zeros", "saved_for"):
+        for key in ("shape", "zeros", "saved_for", "axes"):
             for old, value in sorted(getattr(columns, key).items()):
                 if news[old] >= 0:
                     self.builder.note(key, news[old], value)

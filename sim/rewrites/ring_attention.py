@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sim.rewrites.dimensions import BLOCKS, CONTEXT, Dimensions
+from sim.rewrites.dimensions import BLOCKS, CONTEXT, Dimensions, token_axis
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.trace.op import Op, Ring
 from sim.trace.origin import Along, Same
@@ -111,7 +111,7 @@ class RingAttention:
 
     def _is_scale(self, t: int) -> bool:
         shape = self.dims.trace.tensors[t].shape or ()
-        return len(shape) == 3 and shape[2] == self.dims.trace.meta.get("sequence")
+        return len(shape) == 3 and token_axis(self.dims.trace, t) != 1
 
     def _transfer(self, op: Op, d: int, what: str, reads: Sequence[int], writes: Sequence[int], t: int) -> None:
         """To one neighbour, and the same from the other one."""

@@ -144,6 +144,11 @@ class _Division:
         self.blocks = RingAttention(self.new, self.dims, ranks, self._by_tokens, self._of_blocks, self._fields)
         self.is_ring = ring
 
+    @property
+    def _of_all(self) -> dict[str, Any]:
+        """What differs in a tensor of all tokens: where ranks have their own, it has none that could be divided."""
+        return {"axes": None} if self.context else {}
+
     def build(self) -> Trace:
         """The new trace."""
         trace = self.trace
@@ -270,7 +275,7 @@ class _Division:
         if dimension == QUERIES or self.dims.sums(op.id) or self.dims.takes_terms(op.id):
             tensor = self.tensors[t]
             over = self._storage(t, WHOLE if has_sums(op) and tensor.replaces not in self.term else "term")
-            new = self.new.tensor(tensor, self._share(Same(t), dimension), replaces=over)
+            new = self.new.tensor(tensor, self._share(Same(t), dimension), replaces=over, **self._of_all)
             self.term[t] = (dimension, new)
             return new
         return self._add_tensor(t, WHOLE)
@@ -280,7 +285,7 @@ class _Division:
         tensor = self.tensors[t]
         fields: dict[str, Any] = {"replaces": self._storage(t, form), **changes}
         if form == WHOLE:
-            new = self.new.tensor(tensor, **fields)
+            new = self.new.tensor(tensor, **self._of_all, **fields)
         else:
             if self.dims.divides_elements(form, t):
                 fields |= {"bytes": slice_of(tensor.bytes, 0, 1, self.ranks), "shape": self._shape(tensor, form)}
@@ -305,7 +310,7 @@ class _Division:
         if form == TENSOR:
             at = 1 if len(t.shape) == 4 else len(t.shape) - 1
         else:
-            at = 0 if t.id in self.dims.routed.rows else token_axis(self.trace, t.shape)
+            at = 0 if t.id in self.dims.routed.rows else token_axis(self.trace, t.id)
         at %= len(t.shape)  # of attention's statistics, the last
         size, rest = divmod(t.shape[at], self.ranks)
         return None if rest else (*t.shape[:at], size, *t.shape[at + 1 :])
@@ -348,7 +353,8 @@ class _Division:
         if key not in self.gathered:
             (form,) = self.forms[t]
             tensor, name = self.tensors[t], f"{self.tensors[t].name}{self.mark}.for.{op.name}"
-            whole = self.new.tensor(tensor, name=name, role="temporary", replaces=None, saved_for="")
+            fields = {"role": "temporary", "replaces": None, "saved_for": "", **self._of_all}
+            whole = self.new.tensor(tensor, name=name, **fields)
             self.gathered[key] = whole
             self._collective(f"{name}.all_gather", [self.forms[t][form]], [whole], tensor.bytes, 1, t, op, op.layer)
         return self.gathered[key]
@@ -373,7 +379,7 @@ class _Division:
         wholes = []
         for t, term in zip(tensors, terms, strict=True):
             name = f"{self.tensors[t].name}{self.mark}.summed"
-            wholes.append(self.new.tensor(self.tensors[t], name=name, replaces=term))
+            wholes.append(self.new.tensor(self.tensors[t], name=name, replaces=term, **self._of_all))
             self.forms[t][WHOLE] = wholes[-1]
             del self.term[t]
         size, first = sum(self.tensors[t].bytes for t in tensors), tensors[0]
@@ -397,6 +403,7 @@ class _Division:
         changes: dict[str, Any] = {
             "bytes": size,
             "shape": None,
+            "axes": None,
             "dtype": "fp32",
             "role": "temporary",
             "zeros": None,

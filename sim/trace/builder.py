@@ -62,8 +62,8 @@ class TraceBuilder:
         self._sparse: dict[str, dict[int, Any]] = {
             k: {}
             for k in (
-                *("shape", "zeros", "saved_for", "engine", "group", "alternatives", "splits", "releases", "views"),
-                *("function", "ring", "counted", "unbinds"),
+                *("shape", "zeros", "saved_for", "axes", "engine", "group", "alternatives", "splits", "releases"),
+                *("views", "function", "ring", "counted", "unbinds"),
             )
         }
 
@@ -82,6 +82,7 @@ class TraceBuilder:
                 zeros=t.zeros,
                 replaces=t.replaces,
                 saved_for=t.saved_for,
+                axes=t.axes,
             )
         return builder
 
@@ -97,6 +98,7 @@ class TraceBuilder:
         zeros: float | None = None,
         replaces: int | None = None,
         saved_for: str = "",
+        axes: Sequence[str] | None = None,
     ) -> int:
         """Add a tensor; the arguments are the fields of `Tensor`. Returns its id.
 
@@ -117,6 +119,8 @@ class TraceBuilder:
         for key, value in (("shape", shape), ("zeros", zeros), ("saved_for", saved_for)):
             if value is not None and value != "":
                 self._sparse[key][row] = tuple(value) if key == "shape" else value  # type: ignore[arg-type]
+        if axes is not None:
+            self._sparse["axes"][row] = tuple(axes)
         return row
 
     def mark_saved(self, tensor: int, reason: str) -> None:
@@ -335,7 +339,7 @@ class TraceBuilder:
         """Add a tensor like an existing one, with another name, other bytes and what it takes over. Returns its id."""
         t = self._tensors
         row = _repeat(t, like, {"name": name, "bytes": bytes, "replaces": -1 if replaces is None else replaces})
-        self._repeat_sparse(("shape", "zeros", "saved_for"), like, row)
+        self._repeat_sparse(("shape", "zeros", "saved_for", "axes"), like, row)
         return row
 
     def repeat_op(
@@ -413,6 +417,7 @@ class TraceBuilder:
             dtype=t["dtype"],
             zeros=s["zeros"],
             saved_for=s["saved_for"],
+            axes=s["axes"],
         )
         ops = OpColumns(
             name=o["name"],

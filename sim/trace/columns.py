@@ -39,6 +39,7 @@ class TensorColumns:
     dtype: Sequence[str]
     zeros: Mapping[int, float]
     saved_for: Mapping[int, str]
+    axes: Mapping[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +179,7 @@ class Graph:
             zeros=c.zeros.get(t),
             replaces=None if replaces < 0 else replaces,
             saved_for=c.saved_for.get(t, ""),
+            axes=c.axes.get(t),
         )
 
     def reads(self, op: int) -> tuple[int, ...]:

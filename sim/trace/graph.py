@@ -97,7 +97,10 @@ class Trace(Graph):
 
     @cached_property
     def content_hash(self) -> str:
-        """SHA-256 over the whole content of the trace, as hexadecimal digits."""
+        """SHA-256 over the whole content of the trace, as hexadecimal digits; not over the names of axes, see `Tensor`.
+
+        Those say how a trace may be divided, and change nothing of what runs.
+        """
         structure = self._structure
         return self._hash(structure.hashed if structure is not None and structure.is_shared else None)
 
@@ -110,6 +113,8 @@ class Trace(Graph):
         digest = hashlib.sha256()
         for part, columns in enumerate((self.tensor_columns, self.op_columns)):
             for key, column in vars(columns).items():
+                if key == "axes":
+                    continue
                 if key in ("releases", "views", "function", "ring", "counted", "unbinds") and not column:
                     continue  # a trace without them hashes as it did before they existed
                 digest.update(key.encode())

@@ -40,7 +40,7 @@ from sim.trace.io_columns import Content, Table, take_columns
 from sim.trace.io_scan import scan
 from sim.trace.op import KINDS, PHASES, SPLITS, Implementation, Ring
 from sim.trace.origin import Expr, Origin, from_json, leaves, to_json
-from sim.trace.tensor import ROLES
+from sim.trace.tensor import AXES, ROLES
 
 FORMAT, VERSION = "tiersim trace", 1
 MAX_BYTES = 4 << 30
@@ -76,7 +76,7 @@ _TENSOR = {
     **dict.fromkeys(("zeros", "replaces", "stands_for"), _EITHER),
     "bytes": _SIZE,
     "layer": _LAYER,
-    "shape": _LIST,
+    **dict.fromkeys(("shape", "axes"), _LIST),
 }
 _OP = {
     **dict.fromkeys(("op", "kind", "phase", "engine", "group", "dtype", "function"), _TEXT),
@@ -158,7 +158,7 @@ def _lines(trace: Trace) -> Iterator[bytes]:
         line: dict[str, Any] = {"tensor": t.name[i], "bytes": size, "role": ROLES[role]}
         if layer >= 0:
             line["layer"] = layer
-        for key, sparse in (("shape", t.shape), ("zeros", t.zeros), ("saved_for", t.saved_for)):
+        for key, sparse in (("shape", t.shape), ("axes", t.axes), ("zeros", t.zeros), ("saved_for", t.saved_for)):
             if i in sparse:
                 line[key] = sparse[i]
         if t.dtype[i]:
@@ -398,6 +398,8 @@ class _Reader:
         self._share(row, ("dtype", "saved_for", "role"))
         if "shape" in row:
             row["shape"] = self._shape(tuple(row["shape"]))
+        if "axes" in row:
+            row["axes"] = self._axes(tuple(row["axes"]), row.get("shape", ()))
         if "zeros" in row:
             zeros = row["zeros"]
             if type(zeros) not in (int, float) or not 0 <= zeros <= 1:
@@ -448,6 +450,14 @@ class _Reader:
             if type(size) is not int or not 0 <= size <= 2**62:
                 raise TraceError(f"shape: {_shown(size)!r} is not a whole number from 0 to {2**62}")
         return self.content.shapes.setdefault(sizes, sizes)
+
+    def _axes(self, names: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in ("", *AXES):
+                raise TraceError(f"axes: {_shown(name)!r} is unknown{near(str(name), AXES)}")
+        if len(names) != len(shape):
+            raise TraceError(f"axes: {len(names)} names for the {len(shape)} axes of its shape")
+        return self.content.axes.setdefault(names, names)
 
     def _splits(self, ways: list[Any]) -> tuple[str, ...]:
         for way in ways:

@@ -19,11 +19,11 @@ from sim.trace.builder import TraceBuilder
 from sim.trace.columns import distinct
 from sim.trace.io_scan import Scan, Unusual
 from sim.trace.op import FUNCTIONS, KIND_CODE, PHASE_CODE, SPLITS
-from sim.trace.tensor import ROLE_CODE
+from sim.trace.tensor import AXES, ROLE_CODE
 
 Row = dict[str, Any]
 Ints = NDArray[np.int64]
-_TENSOR_KEYS = {"tensor", "bytes", "role", "layer", "shape", "dtype", "replaces", "saved_for"}
+_TENSOR_KEYS = {"tensor", "bytes", "role", "layer", "shape", "axes", "dtype", "replaces", "saved_for"}
 _OP_NUMBERS = {"layer": -1, "flops": 0, "bytes": -1, "workspace": 0, "device": 0, "priority": 0, "duration": -1}
 _SPARSE = ("engine", "group", "splits", "releases", "views", "function", "counted", "unbinds")
 _OP_KEYS = {"op", "kind", "phase", "reads", "writes", "dtype", "random", *_SPARSE, *_OP_NUMBERS}
@@ -37,7 +37,7 @@ class Content:
     line: how many lines.
     tensor_ids, op_ids: by name.
     deferred: tensors that replace one that may be defined further down: id, what the line says, and its number.
-    shapes, splits, texts: one object for each that occurs.
+    shapes, axes, splits, texts: one object for each that occurs.
     produced: per tensor 1 once an op writes it.
     """
 
@@ -47,6 +47,7 @@ class Content:
     op_ids: set[str] = field(default_factory=set)
     deferred: list[tuple[int, Any, int]] = field(default_factory=list)
     shapes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    axes: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     splits: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     produced: bytearray = field(default_factory=bytearray)
@@ -157,13 +158,15 @@ def _take_tensors(content: Content, table: Table | Scan) -> None:
     dtypes = table.texts("dtype", content.texts)
     shapes = [(i, _shape(content, shape)) for i, shape in table.sparse("shape")]
     reasons = [(i, _text(content, reason)) for i, reason in table.sparse("saved_for")]
+    shape_of = dict(shapes)
+    axes = [(i, _axes(content, names, shape_of.get(i, ()))) for i, names in table.sparse("axes")]
     deferred = table.sparse("replaces")
     if any(old is None for _, old in deferred) or not all(reason for _, reason in reasons):
         raise Unusual
     first = content.builder.extend_tensors(names, dtypes, numbers)
     content.tensor_ids.update(zip(names, range(first, first + len(names)), strict=True))
     content.produced.extend(bytes(len(names)))
-    for key, values in (("shape", shapes), ("saved_for", reasons)):
+    for key, values in (("shape", shapes), ("axes", axes), ("saved_for", reasons)):
         for i, value in values:
             content.builder.note(key, first + i, value)
     content.deferred += [(first + i, old, content.line + i + 1) for i, old in deferred]
@@ -234,6 +237,14 @@ def _shape(content: Content, sizes: Any) -> tuple[int, ...]:
             raise Unusual
         known = content.shapes[shape] = shape
     return known
+
+
+def _axes(content: Content, names: Any, shape: tuple[int, ...]) -> tuple[str, ...]:
+    if type(names) is not list or not _all(names, str) or len(names) != len(shape):
+        raise Unusual
+    if not {"", *AXES}.issuperset(names):
+        raise Unusual
+    return content.axes.setdefault(tuple(names), tuple(names))
 
 
 def _whole(values: Sequence[Any], least: int, most: int) -> Ints:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 WITH_IDS = ("releases", "unbinds")
-TENSORS = ("shape", "zeros", "saved_for")
+TENSORS = ("shape", "zeros", "saved_for", "axes")
 
 
 class NoSeries(Exception):

@@ -14,6 +14,10 @@ ROLES = (
 )
 """What a tensor is for; reports break memory down by role."""
 
+TOKENS, ROWS = AXES = ("tokens", "rows")
+"""What an axis of a shape counts, where what builds a trace says so: the tokens of one or of all samples; of a mixture,
+the rows of its experts, one for each expert of a token."""
+
 ROLE_CODE = {role: code for code, role in enumerate(ROLES)}
 
 
@@ -36,6 +40,7 @@ class Tensor:
     replaces: id of the tensor whose storage this one takes over in place (an optimizer's new weight). It adds no
         bytes, and the old value is lost. None for a storage of its own.
     saved_for: why a backward op needs it, "" where nothing saved it.
+    axes: per axis of its shape one of `AXES`, "" for any other; None where none is, or nothing is known of them.
     """
 
     id: int
@@ -48,3 +53,4 @@ class Tensor:
     zeros: float | None = None
     replaces: int | None = None
     saved_for: str = ""
+    axes: tuple[str, ...] | None = None

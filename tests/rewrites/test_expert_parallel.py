@@ -387,15 +387,23 @@ def test_a_gradient_of_experts_summed_over_all_replicas_is_wrong() -> None:
         ({"stack": "fused"}, {"dp": 2, "ep": 2}, "ep: experts in kernels of the stack .* build the trace eager"),
         ({"micro_batches": 2}, {"dp": 2, "ep": 2}, "ep: the trace has microbatches already"),
         ({}, {"tp": 3}, "tp: 3 does not divide heads and columns .2.; nearest: 2"),
-        ({"num_experts_per_tok": 1}, {"tp": 2, "sequence_parallel": True}, "rows of experts, .* nearest: false"),
         ({}, {"ep": 0}, "ep: needs a whole number of at least 1, has 0; nearest: 1"),
     ],
 )
 def test_a_division_that_there_is_not_names_the_nearest(changes: dict, layout: dict, said: str) -> None:
-    form = {key: value for key, value in changes.items() if key == "num_experts_per_tok"}
-    given = {"batch": 16, "sequence": 16, "precision": "bf16"} | {k: v for k, v in changes.items() if k not in form}
+    given = {"batch": 16, "sequence": 16, "precision": "bf16"} | changes
     with pytest.raises(LayoutError, match=said):
-        lay_out(transformer({**MIXTRAL, **form}, **given), "a100_80_sxm", layout)
+        lay_out(transformer(MIXTRAL, **given), "a100_80_sxm", layout)
+
+
+def test_rows_of_experts_are_not_told_from_tokens_where_axes_have_no_names() -> None:
+    trace = transformer({**MIXTRAL, "num_experts_per_tok": 1}, batch=16, sequence=16, precision="bf16")
+    layout = {"tp": 2, "sequence_parallel": True}
+    lay_out(trace, "a100_80_sxm", layout)
+    columns = replace(trace.tensor_columns, axes={})
+    imported = Trace(columns, trace.op_columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta)
+    with pytest.raises(LayoutError, match=r"rows of experts, .* nearest: false"):
+        lay_out(imported, "a100_80_sxm", layout)
 
 
 def test_a_dense_model_has_no_experts() -> None:
