@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from sim.errors import TraceError
 from sim.rewrites.expert_parallel import ExpertShare
 from sim.rewrites.rewriter import Rewriter, slice_of
+from sim.rewrites.slots import owner, weights_of
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import PHASE_CODE, Op, Ring
 from sim.trace.origin import Expr, Microbatch, Same
@@ -61,8 +62,8 @@ def batched(trace: Trace) -> NDArray[np.bool_]:
     These are the inputs and the results of ops that split by `batch`, except gradients of weights, weights, optimizer
     states, and tensors whose shape rules it out (a scalar, a random state). The exceptions, and all results of ops that
     split by `batch_sum`, are sums over the samples or the same for all of them. Of results of `batch_own` those of one
-    dimension are statistics. A result of backward in the shape of an operand without rows is its gradient, and a sum:
-    that of a weight's copy in another type, beside that of the input, where one op computes both.
+    dimension are statistics. Where one op of backward has several results, that of a weight's name is a gradient of its
+    copy in another type, and one in the shape of an operand without rows is that operand's: both are sums.
     """
     c, own = trace.tensor_columns, own_ops(trace)
     splits = _splits_by(trace, "batch") | own
@@ -72,8 +73,10 @@ def batched(trace: Trace) -> NDArray[np.bool_]:
     out[[t for t, shape in c.shape.items() if trace.producer[t] >= 0 and _has_no_rows(shape, c.name[t], trace)]] = False
     statistics = (t for op in np.flatnonzero(own).tolist() for t in trace.writes(op) if len(c.shape.get(t, ())) < 2)
     out[list(statistics)] = False
+    weights = weights_of(trace)
     for op in np.flatnonzero(splits & (trace.op_columns.phase == PHASE_CODE["backward"])).tolist():
         if len(made := trace.writes(op)) > 1:
+            out[[t for t in made if owner(c.name[t], weights) is not None]] = False
             forms = {t: (c.shape.get(t), c.axes.get(t)) for t in (*trace.reads(op), *made)}
             having, lacking = ({forms[t] for t in trace.reads(op) if out[t] == rows} for rows in (True, False))
             out[[t for t in made if forms[t] in lacking - having - {(None, None)}]] = False

@@ -13,6 +13,7 @@ from sim.rewrites.values import departures
 from sim.trace import Trace
 from sim.trace.origin import Fused, Slots
 from tests.rewrites.test_expert_parallel import claiming
+from tests.rewrites.test_schedules import FAMILIES
 from workloads import transformer, with_stack
 
 LLAMA = {
@@ -36,6 +37,24 @@ def test_kernels_that_join_blocks_of_keys_hold_values(stack: str) -> None:
 def test_one_kernel_updates_the_parameters_of_a_stage(precision: str, optimizer: str) -> None:
     trace, base = divided({"pp": 2}, "fused", precision=precision, optimizer=optimizer)
     assert {each.what for each in departures(trace, base)} <= {"repeated"}
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2}, {"dp": 2, "micro_batches": 2}, {"dp": 2, "tp": 2}, {"dp": 4, "zero": 2}], ids=str
+)
+@pytest.mark.parametrize("stack", ["compiled", "compiled_layers", "fused"])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_a_bias_has_a_gradient_of_its_size_on_each_replica(family: str, stack: str, layout: dict[str, Any]) -> None:
+    """Also before its cast to fp32, beside the gradient of the activation in one kernel: two bytes per element."""
+    base = transformer({**FAMILIES[family], "model_type": family}, batch=8, sequence=16, precision="amp_bf16")
+    trace, _ = lay_out(base, "a100_80_sxm", layout, kernels=partial(with_stack, stack=stack))
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
+    elements = {t.name: t.bytes // 4 for t in base.tensors if t.role == "weight" and t.name.endswith("mlp.fc.bias")}
+    casts = {t.name: t.bytes for t in trace.tensors if ".bias.cast.out.grad" in t.name}
+    for name, count in elements.items():
+        own = [size for cast, size in casts.items() if cast.startswith(f"{name}.cast")]
+        assert own
+        assert set(own) == {2 * count // layout.get("tp", 1)}
 
 
 def test_a_kernel_that_claims_other_parameters_is_caught() -> None:
