@@ -5,9 +5,9 @@ ready, which here they always are; it ends at the first op that depends on a tra
 arrives for a value, the two are added out of place into a new tensor (autograd's InputBuffer), and both addends are
 released. A weight used twice (tied embeddings) therefore has
 three gradients resident for a moment. With several microbatches the gradient of a weight stays, and later ones are
-accumulated into it in place (AccumulateGrad). Where gradients are kept in fp32 (Megatron-LM's main_grad, without its
-kernel that accumulates as it multiplies), each is added to that one; the buffers are made when they are first needed,
-while Megatron-LM's exist from the start, which the peak of an iteration of one microbatch leaves out.
+accumulated into it in place (AccumulateGrad). Where gradients are kept in fp32 (Megatron-LM's main_grad; its kernel
+that accumulates as it multiplies is of the stack `fused`), each is added to that one; the buffers are made when they
+are first needed, while Megatron-LM's exist from the start, which the peak of an iteration of one microbatch leaves out.
 """
 
 from __future__ import annotations

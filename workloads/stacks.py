@@ -14,7 +14,13 @@ from typing import Any
 
 from sim.arguments import explained
 from sim.errors import WorkloadError, near
-from sim.rewrites.stack import can_recompute, fuse_streams, recomputed_inside, stream_groups
+from sim.rewrites.stack import (
+    accumulating_products,
+    can_recompute,
+    fuse_streams,
+    recomputed_inside,
+    stream_groups,
+)
 from sim.trace.graph import Trace
 from sim.trace.index import TraceIndex
 from sim.trace.layers import has_layers, op_layers
@@ -71,6 +77,7 @@ def with_stack(trace: Trace, stack: str) -> Trace:
     _refuse(trace, stack, groups)
     inputs = what["recompute"] == "inputs"
     recomputed = recomputed_inside(trace, groups) if inputs else not_saved(trace, groups, stack)
+    groups = [*groups, *accumulating_products(trace)] if what["accumulates"] else groups
     return fuse_streams(trace, recomputed, groups, update=what["optimizer"], stack=stack)
 
 

@@ -23,6 +23,8 @@ from sim.trace.tensor import ROLE_CODE, Tensor
 UPDATE = PHASE_CODE["update"]
 ALIKE = 4
 """The first microbatch that may follow from two before it: those are the third and the fourth."""
+MAIN = re.compile(r".*\.grad\.main(\.\d+)?")
+"""Names of ops that bring a gradient to the type in which it is kept: from the second microbatch on they add it."""
 OF_AN_EXPERT = re.compile(r"h\d+\.mlp\.expert\d+\.")
 """Names of what `workloads.experts` makes of one expert after another."""
 
@@ -102,11 +104,12 @@ def split_batch(trace: Trace, n: int) -> Trace:
     """Run forward and backward once per microbatch, then the update once; names gain `.mb0`, `.mb1`, ….
 
     Every op that reads a slice of the batch must have `batch` or `batch_sum` in its `splits`. Gradients of weights
-    are accumulated in place, by an op after each microbatch but the first. An op that may not be split runs once:
-    with microbatch 0 if it reads no slice (a cast of a weight), with the last microbatch if it reads an accumulated
-    gradient (an optimizer). Rows of activations and FLOPs are divided evenly, rounded so that they add up; workspace
-    (also that of alternatives), durations and bytes touched round up. Each microbatch reads the weights. Where an op
-    states the bytes that it touches, they are scaled in proportion to its operands.
+    are accumulated in place, by an op after each microbatch but the first; where they are kept in another type, by the
+    op that would convert them, which is the product itself where one kernel does both (`MAIN`). An op that may not be
+    split runs once: with microbatch 0 if it reads no slice (a cast of a weight), with the last microbatch if it reads
+    an accumulated gradient (an optimizer). Rows of activations and FLOPs are divided evenly, rounded so that they add
+    up; workspace (also that of alternatives), durations and bytes touched round up. Each microbatch reads the weights.
+    Where an op states the bytes that it touches, they are scaled in proportion to its operands.
 
     trace: the trace to split.
     n: number of microbatches.
@@ -469,6 +472,9 @@ class _Split:
         """An op that each microbatch runs."""
         current = self.current
         reads = [self.read(t, k, op) for t in op.reads]
+        if self._adds_itself(op):
+            self._add_itself(op, k, reads)
+            return
         writes = [self.place(self.tensors[t], k) for t in op.writes]
         by_expert = self.experts is not None and op.id in self.experts.ops
         name, group = f"{op.name}.mb{k}", f"{op.group}.mb{k}" if op.group else ""
@@ -504,6 +510,39 @@ class _Split:
                     self.reduced.append((self.tensors[t], op, k))
         self.which += [(op.id, k)] * (self.new.op_count - len(self.which))
 
+    def _adds_itself(self, op: Op) -> bool:
+        """Whether an op adds the gradient that it computes or converts to those of the microbatches before."""
+        # torch.Tensor.add_ of another type is one kernel (Megatron-LM's DistributedDataParallel, `_make_param_hook`);
+        # a product adds as it writes (its `wgrad_gemm_accum_fp32`)
+        return len(op.writes) == 1 and op.writes[0] in self.sums and not self.dealt and bool(MAIN.fullmatch(op.name))
+
+    def _add_itself(self, op: Op, k: int, reads: Sequence[int]) -> None:
+        """Such an op: it reads the sum so far, too, and writes the new one in its place."""
+        (t,) = op.writes
+        by_expert = self.experts is not None and op.id in self.experts.ops
+        of, fields, whole = self._sum_so_far(t, k, by_expert)
+        name = self.tensors[t].name if isinstance(of, Same) else f"{self.tensors[t].name}.sum{k}"
+        grown = self.new.tensor(self.tensors[t], of, **{**fields, "name": name, "replaces": self.sums[t]})
+        first, members = self.first(k), 1 if by_expert else self.members
+        of_group = self._of_group(op.id, first, first + 1)
+        share = share_of_op(self.trace, op, first * members, self.total * members, self.rows)
+        stands_for: Expr = self._of_member(of_group)
+        if by_expert:
+            assert self.experts is not None
+            touched = sum(map(self.new.builder.bytes_of, (*reads, grown)))
+            stands_for, share = self.experts.claim(of_group), self.experts.share(op, share, touched)
+        if share["bytes"] is not None:
+            share["bytes"] += self.new.builder.bytes_of(grown)
+        reads = [*reads, self.sums[t]]
+        self.new.op(op, stands_for, reads=reads, writes=[grown], name=f"{op.name}.mb{k}", **share)
+        self.sums[t] = grown
+        if whole:
+            self.whole[t] = grown
+        ranks = (self.groups if by_expert else self.ranks) * (self.tokens if t in self.joined else 1)
+        if ranks > 1 and k == self.n - 1 and t not in self.summed_by_once:
+            self.reduced.append((self.tensors[t], op, k))
+        self.which += [(op.id, k)] * (self.new.op_count - len(self.which))
+
     def _once(self, op: Op) -> None:
         """An op of `once`, on this replica's sums; its results wait for the collective."""
         part = Microbatch(Same(op.id), 0, self.n, self.total)
@@ -519,16 +558,20 @@ class _Split:
 
     def _accumulate(self, t: int, op: Op, k: int, term: int) -> None:
         """Add microbatch k of a tensor to the sum of those before."""
-        stop = (k + 1) * self.groups if self.dealt else k + 1
-        by_expert, stands_for = self.experts is not None and op.id in self.experts.ops, self._of_group(t, 0, stop)
-        whole = stop == self.total and (by_expert or self.dealt or self.experts is None)
-        of: Expr = Same(t) if whole else stands_for if by_expert or self.dealt else self._of_member(stands_for)
-        tensor, fields = self.tensors[t], {}
-        if by_expert and self.experts is not None:
-            of, fields = self.experts.claim(of), self.experts.weights(tensor)
-        self.sums[t] = _add_up(self.new, tensor, op, k, of, self.sums.get(t), term, **fields)
+        of, fields, whole = self._sum_so_far(t, k, self.experts is not None and op.id in self.experts.ops)
+        self.sums[t] = _add_up(self.new, self.tensors[t], op, k, of, self.sums.get(t), term, **fields)
         if whole:
             self.whole[t] = self.sums[t]
+
+    def _sum_so_far(self, t: int, k: int, by_expert: bool) -> tuple[Expr, dict[str, Any], bool]:
+        """What the sum after microbatch k stands for, how it differs from the tensor, and whether it is all of it."""
+        stop = (k + 1) * self.groups if self.dealt else k + 1
+        stands_for = self._of_group(t, 0, stop)
+        whole = stop == self.total and (by_expert or self.dealt or self.experts is None)
+        of: Expr = Same(t) if whole else stands_for if by_expert or self.dealt else self._of_member(stands_for)
+        if by_expert and self.experts is not None:
+            return self.experts.claim(of), self.experts.weights(self.tensors[t]), whole
+        return of, {}, whole
 
     def _reduce(self) -> None:
         """Sum what waits over the ranks that have it, each kind by one collective."""

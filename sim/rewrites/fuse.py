@@ -22,6 +22,8 @@ STREAMED = ("elementwise", "norm", "softmax", "loss", "copy", "reduce")
 APART = ("elementwise", "copy", "optimizer")
 """Kinds of op that stay as they are where they would be a kernel alone."""
 
+PRODUCT = "matmul"
+
 RECOMPUTES_FROM = "what a fused kernel recomputes from"
 """Why backward needs a tensor that it did not read before."""
 
@@ -54,6 +56,7 @@ def fuse(
         it once more, from what is in memory; an op in no group may not.
     streams: groups may have several kinds of `STREAMED`; what they become is priced as an element-wise kernel, and
         may be split in every way in which all its ops may. An element-wise op alone that recomputes nothing stays.
+        Of a group that begins with a product the others are its epilogue, and it stays a product of that type.
     meta: entries to add to the trace's.
 
     Raises TraceError for a group that does not meet these conditions.
@@ -86,12 +89,13 @@ def fuse(
         ops = [trace.ops[op] for op in piece.ops]
         computed = [*(trace.ops[op] for op in piece.again), *ops]
         parts: tuple[Expr, ...] = tuple(Same(op.id) for op in computed)
+        products = [op for op in ops if op.kind == PRODUCT]
         once = touched_bytes(reads, writes)
         apart = sum(int(trace.touched[op.id]) for op in computed)
         new.op(
             ops[-1],
             Fused(parts),
-            kind="elementwise" if streams and ops[-1].kind in STREAMED else ops[-1].kind,
+            kind=PRODUCT if products else "elementwise" if streams and ops[-1].kind in STREAMED else ops[-1].kind,
             reads=new_reads,
             writes=new_writes,
             flops=sum(op.flops for op in computed),
@@ -101,7 +105,7 @@ def fuse(
             duration=None,
             random=any(op.random for op in computed),
             priority=min(op.priority for op in ops),
-            dtype=_widest(computed),
+            dtype=_widest(products or computed),
             alternatives=(),
             splits=_splits(ops, set(writes)) if streams else (),
             function="",
@@ -245,8 +249,9 @@ def _hoisted(trace: Trace, groups: Sequence[Sequence[int]], group_of: Mapping[in
 def _group_of(trace: Trace, groups: Sequence[Sequence[int]], mixed: Collection[str]) -> dict[int, int]:
     group_of: dict[int, int] = {}
     c = trace.op_columns
-    several = {KIND_CODE[kind] for kind in mixed}
     for k, group in enumerate(groups):
+        first = (PRODUCT,) if mixed and len(group) > 1 and c.kind[group[0]] == KIND_CODE[PRODUCT] else ()
+        several = {KIND_CODE[kind] for kind in (*mixed, *first)}
         for op in group:
             traits = [
                 (c.device[i], c.engine.get(i, ""), -1 if c.kind[i] in several else c.kind[i], c.phase[i])

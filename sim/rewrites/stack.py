@@ -27,8 +27,10 @@ WIDTHS = {"fp64": 8, "int64": 8, "fp32": 4, "int32": 4, "bf16": 2, "fp16": 2}
 UPDATED = tuple(ROLE_CODE[role] for role in ("weight", "optimizer_state"))
 MICROBATCH = re.compile(r"(?:^|\.)(mb\d+)(?:\.|$)")
 """The part of an op's name that says of which microbatch it is."""
-ACCUMULATES = ".grad.accumulate"
-"""How ops are named that add a microbatch's gradient to those before: autograd does, outside of a compiled graph."""
+ACCUMULATES = (".grad.accumulate", ".grad.main")
+"""How ops are named that add a microbatch's gradient to those before, or bring it to the type in which it is kept:
+autograd and its hooks do, outside of a compiled graph."""
+MATMUL, GRADIENT = KIND_CODE["matmul"], ROLE_CODE["gradient"]
 
 
 def fuse_streams(
@@ -53,6 +55,21 @@ def fuse_streams(
         return sum(int(size[t]) for t in (*reads, *writes))
 
     return fuse(trace, groups, touched, recomputed=recomputed, streams=True, meta={"stack": stack})
+
+
+def accumulating_products(trace: Trace) -> list[list[int]]:
+    """The products that compute a weight's gradient, each with the op that alone reads it, to keep it in fp32."""
+    c, tensors, found = trace.op_columns, trace.tensor_columns, list[list[int]]()
+    for op in range(len(c.name)):
+        if not c.name[op].endswith(ACCUMULATES) or op in c.group:
+            continue
+        (kept,) = trace.writes(op)
+        added = [t for t in trace.reads(op) if t != tensors.replaces[kept]]
+        product = int(trace.producer[added[0]]) if len(added) == 1 else -1
+        alone = product >= 0 and c.kind[product] == MATMUL and len(trace.writes(product)) == 1
+        if alone and len(trace.readers(added[0])) == 1 and tensors.dtype[added[0]] != tensors.dtype[kept] == "fp32":
+            found.append([product, op])
+    return found
 
 
 def stream_groups(trace: Trace, columns: bool = True) -> list[list[int]]:

@@ -59,7 +59,7 @@ from sim.rewrites.chunks import as_base, joined
 from sim.rewrites.codecs import FORMATS, SUFFICES
 from sim.rewrites.dimensions import BLOCKS, CONTEXT, DIMENSIONS, QUERIES, TENSOR, TOKENS, dimensions, operands
 from sim.rewrites.experts import EXPERTS, row_span
-from sim.rewrites.fuse import STREAMED
+from sim.rewrites.fuse import PRODUCT, STREAMED
 from sim.rewrites.masters import gradients_replaced, held_weights
 from sim.rewrites.rewriter import slice_of
 from sim.rewrites.slots import slots_of
@@ -413,9 +413,16 @@ class _Check:
                 self.report("wrong", name, tensor, f"op {name!r} cannot produce {tensor!r}: {self.say(claim)}")
 
     def adds_to(self, t: int, claim: Expr, available: set[Expr]) -> bool:
-        """Whether a product's result is what was there with the product's own part added, as in the base."""
+        """Whether a result is what was there with the op's own part added: a product's, as in the base, or a gradient.
+
+        A gradient of a weight may be added to the sum so far by the op that computes it, or casts it, if it reads that.
+        """
         over = int(self.trace.tensor_columns.replaces[t])
-        if over < 0 or not all(leaf.id in self.grown for leaf in leaves(claim)):
+        if over < 0:
+            return False
+        in_place = over in self.trace.reads(int(self.trace.producer[t]))
+        role, gradient = self.base.tensor_columns.role, ROLES.index("gradient")
+        if not all(leaf.id in self.grown or (in_place and role[leaf.id] == gradient) for leaf in leaves(claim)):
             return False
         have = self.closure({*available, self.claims[over]}, glue=True, adds=True)
         return self.covers(claim, have, glue=True, adds=True)
@@ -670,16 +677,18 @@ class _Check:
         """Whether an op has the kind and phase of a base op; in one kernel with others, of one like it.
 
         A fused kernel that streams through its operands may be of several such kinds, and may recompute what an
-        earlier phase computed.
+        earlier phase computed. A product may cast its result, or add it to another one, as it writes it.
         """
         c, b = self.trace.op_columns, self.base.op_columns
         if (c.kind[op], c.phase[op]) == (b.kind[leaf.id], b.phase[leaf.id]):
             return True
         streams = KINDS[c.kind[op]] in STREAMED and KINDS[b.kind[leaf.id]] in STREAMED
+        of_product = KINDS[c.kind[op]] == PRODUCT and KINDS[b.kind[leaf.id]] in ELEMENTWISE
+        ends = of_product and c.phase[op] == b.phase[leaf.id]
         kernel = self.origin.ops[op]
         while isinstance(kernel, Part | Microbatch | Along):
             kernel = kernel.of
-        return isinstance(kernel, Fused) and streams and bool(b.phase[leaf.id] <= c.phase[op])
+        return isinstance(kernel, Fused) and (ends or (streams and bool(b.phase[leaf.id] <= c.phase[op])))
 
     def sufficient(self, leaf: Same, have: set[Expr]) -> frozenset[int]:
         """What a backward op of the base saved in forward, if a code of it is there that suffices; else nothing."""

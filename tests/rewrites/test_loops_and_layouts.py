@@ -23,7 +23,7 @@ def both(count: int, stack: str = "eager", **options: str) -> list[tuple[int, in
 
 
 @pytest.mark.parametrize("stack", ["eager", "compiled", "fused"])
-@pytest.mark.parametrize("precision", ["mixed_bf16", "amp_bf16", "bf16"])
+@pytest.mark.parametrize("precision", ["mixed_bf16", "amp_bf16", "bf16", "megatron_bf16"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_kernels_are_fused_within_a_microbatch(stack: str, precision: str, count: int) -> None:
     """Kernels over several would hold the gradients of all of them."""
