@@ -16,7 +16,7 @@ from sim.hardware.cost import op_times
 from sim.hardware.nodes import hop_rates
 from sim.hardware.platform import Platform
 from sim.rewrites.dapple_planner import LayerTimes, Machines, plan
-from sim.rewrites.pipeline import parts_of
+from sim.rewrites.pipeline import computed_anywhere, parts_of
 from sim.rewrites.stage_partition import LayerCost, partition, shared
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
@@ -43,12 +43,12 @@ def layer_costs(trace: Trace, machine: Platform, share: int) -> list[LayerCost]:
             fixed = min(launch[op], total[op])
             time[layer] += (own := fixed + (total[op] - fixed) // share)
             forward[layer] += own if phase[op] == FORWARD else 0
-    columns = trace.tensor_columns
+    columns, anywhere = trace.tensor_columns, computed_anywhere(trace)
     for t, size in enumerate(columns.bytes.tolist()):
         made, readers = int(trace.producer[t]), [op for op in trace.readers(t) if phase[op] == FORWARD]
         if made < 0 and columns.role[t] == ROLE_CODE["weight"] and readers:
             weights[place[readers[0]]] += size
-        elif made >= 0 and phase[made] == FORWARD and readers:
+        elif made >= 0 and phase[made] == FORWARD and readers and made not in anywhere:
             for layer in range(place[made], max(place[op] for op in readers)):
                 sent[layer] += size // share
     return [LayerCost(*each) for each in zip(time, sent, weights, forward, strict=True)]

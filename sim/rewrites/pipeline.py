@@ -16,11 +16,15 @@ from sim.rewrites.slots import Slot, split_updates
 from sim.rewrites.steps import Version, consecutive_steps, updated
 from sim.trace.columns import slots_of
 from sim.trace.graph import PERSISTENT, Trace
-from sim.trace.op import PHASE_CODE, PHASES
+from sim.trace.layers import op_layers
+from sim.trace.op import KIND_CODE, PHASE_CODE, PHASES
 from sim.trace.origin import Same
 from sim.trace.tensor import ROLE_CODE
 
-__all__ = ["SCHEDULES", "parts_of", "pipeline"]
+__all__ = ["SCHEDULES", "computed_anywhere", "parts_of", "pipeline"]
+
+COMPUTED = ("elementwise", "copy", "reduce", "other")
+"""Kinds of op that each stage may run by itself."""
 
 
 def pipeline(
@@ -43,11 +47,13 @@ def pipeline(
     weights of several stages is divided by parameter. A tensor that another stage reads is sent as soon as it is
     produced, and received into space that the reading stage takes one unit (forward, backward) before the one that
     needs it (ops `send` and `recv` in one group), so that bytes arrive beside what runs before; later readers there use
-    the received copy. An input that several stages read is present on each. A weight of
-    two stages (tied embeddings) is kept and updated on the stage that reads it first, and sent once per iteration; each
-    of the two sums its part of the gradient over the microbatches, and the other one's sum is sent back, once, as
-    Megatron-LM reduces the embedding's gradients after the last microbatch. With `dealt`, or
-    experts divided among replicas, it is sent per microbatch.
+    the received copy. An input that several stages read is present on each, and what is computed of inputs and
+    constants alone (rotary tables, masks, positions; `computed_anywhere`) each stage computes itself in the unit that
+    first reads it, as in Megatron-LM and wherever a stage is a module of its own. A weight of two stages (tied
+    embeddings) is kept and updated on the stage that reads it first, and sent once per iteration; each of the two sums
+    its part of the gradient over the microbatches, and the other one's sum is sent back, once, as Megatron-LM reduces
+    the embedding's gradients after the last microbatch. With `dealt`, or experts divided among replicas, it is sent per
+    microbatch.
 
     Under `pipedream` each microbatch is a step of its own, see `sim.rewrites.steps`: an update follows its backward,
     and on stage s of S the forward of a later one runs on weights that are S - 1 - s updates old, which are kept for
@@ -151,6 +157,32 @@ def _sums_over_devices(trace: Trace, device: Sequence[int]) -> list[int]:
         if c.phase[op] == PHASE_CODE["backward"] and (several or follows):
             found.append(op)
     return found
+
+
+def computed_anywhere(trace: Trace) -> frozenset[int]:
+    """The forward ops of no layer that any stage can run: they read inputs, constants and what such ops compute alone.
+
+    A constant is a tensor of the module that none but such ops read and nothing overwrites, such as the frequencies of
+    rotary positions. Products, and what draws random numbers, are not among these ops.
+    """
+    c, role, producer = trace.op_columns, trace.tensor_columns.role.tolist(), trace.producer.tolist()
+    able = (c.phase == PHASE_CODE["forward"]) & ~c.random & np.isin(c.kind, [KIND_CODE[kind] for kind in COMPUTED])
+    able &= op_layers(trace) < 0
+    able[[*c.group, *c.ring]] = False
+    able[[int(producer[t]) for t in np.flatnonzero(trace.tensor_columns.replaces >= 0) if producer[t] >= 0]] = False
+    able[[int(producer[t]) for t in np.flatnonzero(trace.replaced_by >= 0) if producer[t] >= 0]] = False
+    found = set(np.flatnonzero(able).tolist())
+    kept = {*trace.outputs, *(t for pair in trace.carry for t in pair)}
+
+    def is_there(t: int) -> bool:
+        if producer[t] >= 0:
+            return producer[t] in found
+        alone = trace.replaced_by[t] < 0 and all(reader in found for reader in trace.readers(t))
+        return role[t] == ROLE_CODE["input"] or (role[t] == ROLE_CODE["weight"] and alone)
+
+    while lost := {op for op in found if not all(map(is_there, trace.reads(op)))}:
+        found -= lost
+    return frozenset(op for op in found if kept.isdisjoint(trace.writes(op)))
 
 
 def weight_gradients(trace: Trace) -> frozenset[int]:
@@ -321,6 +353,8 @@ class _Stages:
         taking = self.is_sent[trace.tensor_columns.replaces] & (trace.tensor_columns.replaces >= 0)
         self.takes = set(trace.producer[taking].tolist())  # -1: from the start
         self.received: dict[tuple[int, int], int] = {}
+        anywhere = computed_anywhere(trace)
+        self.anywhere = {t for t in self.wanted_by if int(trace.producer[t]) in anywhere}
         for each in versions:
             self._reuse(each, position.tolist())
 
@@ -356,6 +390,10 @@ class _Stages:
                     for t in self.fetched.get(op, ()):
                         self.receive(t, s, its_phase)
             begun.add(s)
+            for op in ops:
+                for t in self.fetched.get(op, ()):
+                    if t in self.anywhere:
+                        self.compute(t, s)
             self.add(ops, s, phase)
         ids = self.ids
         carry = [(ids[a], ids[b]) for a, b in trace.carry]
@@ -373,7 +411,7 @@ class _Stages:
                 self.copy_run(ops[run : i + 1], s)
                 run = i + 1
                 for t in self.trace.writes(op):
-                    if t in self.wanted_by:
+                    if t in self.wanted_by and t not in self.anywhere:
                         self.send(t, phase)
         self.copy_run(ops[run:], s)
 
@@ -386,6 +424,22 @@ class _Stages:
             new[i] = self.received.get((int(reads[i]), s), new[i])
         self.copy(run, new, self.new_ids[writes], s)
 
+    def compute(self, t: int, s: int) -> int:
+        """What stage s reads for a tensor that any stage can compute. Returns the new id."""
+        if self.home[t] == s:
+            return self.ids[t]
+        if (t, s) not in self.received:
+            op = int(self.trace.producer[t])
+            for each in self.trace.writes(op) if op >= 0 else (t,):
+                like = self.trace.tensors[each]
+                self.received[each, s] = self.new.tensor(like, name=f"{like.name}.stage{s}", replaces=None)
+            if op >= 0:
+                reads = [self.compute(each, s) for each in self.trace.reads(op)]
+                writes = [self.received[each, s] for each in self.trace.writes(op)]
+                name = f"{self.trace.op_columns.name[op]}.stage{s}"
+                self.new.op(self.trace.ops[op], reads=reads, writes=writes, name=name, device=s)
+        return self.received[t, s]
+
     def send(self, t: int, phase: str) -> None:
         name, layer = self.trace.tensor_columns.name[t], int(self.trace.tensor_columns.layer[t])
         for s in sorted(self.wanted_by.get(t, ())):
@@ -393,7 +447,7 @@ class _Stages:
             self.new.glue(f"{name}.send{s}", "send", [self.ids[t]], [], device=self.home[t], **fields)
 
     def receive(self, t: int, s: int, phase: str) -> None:
-        if self.home[t] == s or (t, s) in self.received:
+        if self.home[t] == s or (t, s) in self.received or t in self.anywhere:
             return
         tensor = self.trace.tensors[t]
         name = tensor.name
