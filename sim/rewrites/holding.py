@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -41,10 +42,11 @@ def carry_releases(old: Trace, new: Trace, origin: Origin) -> Trace:
     """`new` with the release points of `old`; `origin` says in terms of `old` what tensors and ops stand for.
 
     A tensor that an op of the old trace produces is held until the end of the op that stands for the old release
-    point, in the same iteration and microbatch and on the same device. If that op is on another device or left out,
-    the tensor is held until the last preceding op on this device. Tensors that a rewrite adds (a received copy, an
-    encoding) and tensors whose storage is taken over are not held; where that only gives a value another name, the last
-    name is held. What variables let go of is found in the same way.
+    point, in the same iteration and microbatch and on the same device; one of no microbatch that nothing reads, such as
+    a weight that ZeRO gathers for what has a cast of it, until the last op that stands for that point. If that op is on
+    another device or left out, the tensor is held until the last preceding op on this device. Tensors that a rewrite
+    adds (a received copy, an encoding) and tensors whose storage is taken over are not held; where that only gives a
+    value another name, the last name is held. What variables let go of is found in the same way.
     """
     places = _Places(new, origin)
     columns = {"releases": released_by(new, _carried(old, new, origin, places, "releases"))}
@@ -67,7 +69,9 @@ def _carried(old: Trace, new: Trace, origin: Origin, places: _Places, key: str) 
         if turn[1] is not None and gradient[t]:
             continue  # a microbatch's part of a gradient is added to the others; it is their sum that is held
         held = [(leaf, *order[leaf.id]) for leaf in leaves(expr) if leaf.id in order]
-        ends = [(places.last(op, leaf.iteration, turn, device), rank) for leaf, rank, op in held]
+        unread = turn[1] is None and not new.readers(t)
+        place = partial(places.any_turn if unread else places.last, turn)
+        ends = [(place(op, leaf.iteration, device), rank) for leaf, rank, op in held]
         if ends:
             release_points.append((*max(ends), name))
     return [(t, op) for op, _, t in sorted(release_points)]
@@ -154,8 +158,18 @@ class _Places:
             for leaf in leaves(expr):
                 by_key[leaf.iteration, _turn(new.origin.ops[op]), device[op]].append((leaf.id, op))
         self.by_key = {key: _latest(rows) for key, rows in by_key.items()}
+        self.standing: dict[tuple[int, int, int], int] = {}
+        for (iteration, _, on), rows in by_key.items():
+            for old, op in rows:
+                key = old, iteration, on
+                self.standing[key] = max(op, self.standing.get(key, -1))
 
-    def last(self, old: int, iteration: int, turn: Turn, device: int) -> int:
+    def any_turn(self, turn: Turn, old: int, iteration: int, device: int) -> int:
+        """The last op that stands for op `old`, in whichever turn; where there is none, as `last`."""
+        found = self.standing.get((old, iteration, device), -1)
+        return found if found >= 0 else self.last(turn, old, iteration, device)
+
+    def last(self, turn: Turn, old: int, iteration: int, device: int) -> int:
         """The last op that stands for op `old` or one before it, on that device and in that turn; -1 for none."""
         for which in (turn, (turn[0], None)):  # some ops run once for all microbatches
             ids, ops = self.by_key.get((iteration, which, device), ((), ()))

@@ -11,7 +11,7 @@ from sim.rewrites.ranks import all_ranks
 from sim.rewrites.tensor_parallel import divide_layers
 from sim.rewrites.values import departures
 from sim.trace import Trace
-from tests.rewrites.test_replicas import rebuilt
+from tests.rewrites.test_replicas import line, peaks, rebuilt
 from tests.rewrites.test_schedules import FAMILIES
 from workloads import transformer
 
@@ -46,6 +46,21 @@ def test_adapters_compute_the_same(family: str, frozen: str | None, layout: dict
     trace, _ = lay_out(base, "a100_80_sxm", layout)
     assert {each.what for each in departures(trace, base)} <= {"repeated"}
     assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2}, {"dp": 4}, {"dp": 2, "micro_batches": 2}, {"dp": 2, "prefetch": 0}], ids=str
+)
+@pytest.mark.parametrize("tuning", [{"lora_rank": RANK}, {"lora_rank": RANK, "frozen_dtype": "bf16"}, {}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_one_rank_stands_for_all_under_autocast(family: str, tuning: dict, layout: dict) -> None:
+    """Weights that level 3 gathers for what has casts of them are held as long by each rank that is written out."""
+    config = {**FAMILIES[family], "model_type": family}
+    base = transformer(config, batch=8, sequence=TOKENS, precision="amp_bf16", loss="fused", **tuning)
+    trace, _ = lay_out(base, "a100_80_sxm", {**layout, "zero": 3})
+    ranks = layout["dp"]
+    time, (peak,) = peaks(trace, line(1, ranks))
+    assert peaks(all_ranks(trace), line(ranks)) == (time, [peak] * ranks)
 
 
 @pytest.mark.parametrize("t", [2, 4])
