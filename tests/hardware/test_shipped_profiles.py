@@ -309,6 +309,40 @@ def test_sustained_gemm_rates_are_those_measured(name, dtype, tflops):
 
 
 @pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("h100", "bf16", 730), ("h100_cxl", "bf16", 730), ("h200", "bf16", 730), ("gh200", "bf16", 705),
+        ("h100", "fp8", 1453), ("h200", "fp8", 1453), ("gh200", "fp8", 1453),
+    ],
+)  # fmt: skip
+def test_a_large_product_on_a_hopper_takes_what_lasting_runs_do(name, dtype, tflops):
+    """8192 x 8192 x 8192: gpu-fryer's minute in bf16, mamf-finder's best shape in FP8; results of 2 bytes."""
+    b, n = TraceBuilder(), 8192
+    operands = 2 * n * n * (1 if dtype == "fp8" else 2)
+    b.op("gemm", "matmul", flops=2 * n**3, bytes=operands + 2 * n * n, dtype=dtype)
+    ns = int(op_times(b.build(), load_profile(name)).total[0])
+    assert 2 * n**3 / ns / 1e3 == pytest.approx(tflops, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["h100", "h100_cxl", "h200", "gh200"])
+def test_attention_of_a_training_step_takes_what_flash_attention_2_does_on_a_hopper(name):
+    """TFLOP/s over 2,048 to 16,384 tokens, heads of 128, causal forward (2 products) and backward (5): the bars of
+    Shah et al. 2024 (FlashAttention-3), figures 5 and 6."""
+    bars = {2048: (298, 291), 4096: (319, 310), 8192: (333, 318), 16384: (335, 322)}
+    rate = flops_per_second(load_profile(name).main_engine(), "attention", "bf16") / 1e12
+    for forward, backward in bars.values():
+        assert rate == pytest.approx(7 / (2 / forward + 5 / backward), rel=0.11)
+    assert rate == pytest.approx(7 / (2 / 333 + 5 / 318), rel=0.01)
+
+
+def test_streams_of_an_h100_reach_what_pointwise_kernels_do():
+    """2.2 of 2.4 TB/s on an H100 with HBM2e (torchao); no stream may reach what only caches give."""
+    for name in ("h100", "h100_cxl"):
+        share = load_profile(name).main_engine().bandwidth_share
+        assert [share[kind] for kind in ("", "optimizer")] == pytest.approx([2.2 / 2.4] * 2, rel=0.005)
+
+
+@pytest.mark.parametrize(
     ("name", "low", "high"),
     [
         ("a100_80_sxm", 1.35e9, 1.55e9),  # 1.41e9 measured by DeepSpeed, on a host that is not named
