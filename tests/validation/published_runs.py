@@ -41,9 +41,20 @@ LAYOUT = (
 READING = ("context", "last_stage", "memory_only")
 MACHINE = ("dispatch", "profile", "card", "network", "flash")
 RUN = (*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses")
-FLASH = {1: {"a100_80_sxm": {"engines.gpu.efficiency.attention": "0.325"}}}
-"""What another version of FlashAttention than the profile's reaches: 25 to 40 % of an A100's peak (Dao 2023,
-arXiv:2307.08691, abstract, of version 1). Of an H100 nobody says; there its rows run at the rate of version 2."""
+FLASH = {
+    1: {
+        "a100_80_sxm": {"engines.gpu.efficiency.attention": "0.325"},
+        "h100": {"engines.gpu.efficiency.attention": "0.178"},
+    },
+}
+"""What another version of FlashAttention than the profile's reaches.
+
+Version 1: 25 to 40 % of an A100's peak (Dao 2023, arXiv:2307.08691, abstract). On an H100, version 2 computes at 333
+TFLOP/s forward (causal) and 318 backward (8,192 tokens, heads of 128; Shah et al. 2024, arXiv:2407.08608, figures 5 and
+6), and is 1.3 to 1.5 and 2 times as fast as version 1 in Triton (Dao 2023, section 4.1, on an A100; neither has
+instructions of the H100's own): 7 / (2 / 238 + 5 / 159) = 176 of 989 TFLOP/s over the two products of forward and the
+five of backward.
+"""
 CARDS = {
     "A100 40 GB": {
         "tiers.hbm.nominal": "40 GiB",
@@ -54,6 +65,7 @@ CARDS = {
         "tiers.hbm.nominal": "96 GB",
         "tiers.hbm.capacity": "94.1 GiB",
         "tiers.hbm.bandwidth": "2400 GB/s",
+        "engines.gpu.efficiency.matmul": "0.76",
     },
     "A800": {"links.nvlink.rate": "157 GB/s", "links.nvlink.egress": "157 GB/s"},
     "H800": {"links.nvlink.rate": "163 GB/s", "links.nvlink.egress": "163 GB/s"},
@@ -62,7 +74,8 @@ CARDS = {
 
 A100 40 GB: NVIDIA's A100 datasheet, the SXM4 card of 40 GB; what is usable of it as in `a100_40_pcie`. A800 and H800:
 NVLink of 400 GB/s in both directions where A100 and H100 have 600 and 900 (NVIDIA's datasheets), at what the profiles
-measure of these.
+measure of these. H100 96 GB, of 500 W: large products reach 0.69 of the peak in bf16 (pytorch/ao,
+torchao/testing/training/roofline_utils.py), which 0.76 gives one of 8192 x 8192 x 8192, its bytes and launch apart.
 """
 FUSED = {"norms": {"norm", "norm1", "norm2"}}
 """The modules whose ops alone are fused, as the norms are by PaddleNLP's `use_fused_rms_norm`."""
