@@ -36,7 +36,7 @@ from sim.rewrites.pipeline import pipeline
 from sim.rewrites.schedules import SCHEDULES, device_of, parts_per_device, refusal
 from sim.rewrites.stage_partition import LayerCost
 from sim.rewrites.tensor_parallel import divide_layers, divide_tokens
-from sim.rewrites.zero import LEVELS, shard
+from sim.rewrites.zero import GATHERED, LEVELS, shard
 from sim.stage_balance import balanced, by_latency, layer_costs
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
@@ -80,7 +80,9 @@ class Layout:
         the gradients of the first layer are summed; sums have the priority of their layer (`sim.rewrites.next_step`).
     gradient_buffer: whether gradients of weights are accumulated in buffers that exist from the start, as Megatron-LM's
         (`sim.rewrites.gradient_buffer`); else each is there from its first microbatch to the update.
-    prefetch: at level 3, how many layers ahead weights are gathered; 0: a layer waits for its own.
+    gathered: at level 3, what is gathered together: the weights of a `layer`, as FSDP's units, or of each `module` that
+        has a large one, as DeepSpeed's hooks do.
+    prefetch: at level 3, how many layers, or modules, ahead weights are gathered; 0: a layer waits for its own.
     bucket: gradients are summed over replicas in buckets of so many bytes ("25 MiB"), in the order in which backward
         produces them: a bucket closes with the gradient that reaches them. `ddp`: as PyTorch's DDP does by default,
         1 MiB the first, 25 MiB the others. 0: one per layer.
@@ -116,6 +118,7 @@ class Layout:
     ring_attention: bool = False
     async_sums: bool = False
     by_tokens: tuple[LayerPart, ...] = ()
+    gathered: str = "layer"
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -209,6 +212,12 @@ class Layout:
         if self.prefetch != 1 and self.zero < 3:
             raise LayoutError(
                 f"prefetch: only weights that zero 3 divides are gathered, zero is {self.zero}; nearest: 3"
+            )
+        if self.gathered not in GATHERED:
+            raise LayoutError(f"gathered: {self.gathered!r} is unknown{near(str(self.gathered), GATHERED)}")
+        if self.gathered != "layer" and self.zero < 3:
+            raise LayoutError(
+                f"gathered: only weights that zero 3 divides are gathered, zero is {self.zero}; nearest: 3"
             )
         if isinstance(self.bucket, str) and self.bucket != DDP:
             try:
@@ -378,7 +387,8 @@ def _laid_out(
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
     axes: dict[str, Any] = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
     axes |= {"group": layout.reshard_to or 1, "neighbours": layout.ring_attention}
-    sharded = shard(divided, layout.dp, layout.zero, layout.reshard, layout.prefetch, layout.reshard_to or 1)
+    gathers = layout.prefetch, layout.reshard_to or 1, layout.gathered
+    sharded = shard(divided, layout.dp, layout.zero, layout.reshard, *gathers)
     sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)
     sharded = sharded if chunks is None else cut(sharded, chunks)

@@ -181,7 +181,16 @@ LAYOUT = (
     Option(
         "prefetch",
         Annotated[
-            int | None, typer.Option(help="with --zero 3: how many layers ahead weights are gathered; default: 1")
+            int | None,
+            typer.Option(help="with --zero 3: how many layers, or modules, ahead weights are gathered; default: 1"),
+        ],
+        None,
+    ),
+    Option(
+        "gathered",
+        Annotated[
+            str | None,
+            typer.Option(help="with --zero 3: what is gathered together, layer (default) or module, as DeepSpeed does"),
         ],
         None,
     ),

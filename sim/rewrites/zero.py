@@ -22,11 +22,15 @@ stay, since autograd holds them; FSDP's own mixed precision, to which `mixed_bf1
 Copies of weights in 8 bits (`workloads.eight_bits`) are made of a replica's part and gathered in place of the weight, a
 byte per element and pass, as torchao's `enable_fsdp_float8_all_gather`; for backward that is the transposed copy. The
 exchange of scales, a number per weight, is left out.
+Gathered module by module, as DeepSpeed's hooks do, each weight has a collective of its own, but for the small ones,
+which DeepSpeed does not divide; here they are gathered with the next large one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from sim.rewrites.batching import sent
@@ -39,13 +43,25 @@ from sim.trace.origin import Glue, Part, Same, has_experts
 from sim.trace.tensor import ROLE_CODE
 
 LEVELS = (0, 1, 2, 3)
+GATHERED = ("layer", "module")
+"""What level 3 gathers together."""
+PERSISTENT = 10**5
+"""Elements of a weight that DeepSpeed leaves whole (`stage3_param_persistence_threshold`)."""
 AMONG_REPLICAS = ("data", "expert_data", "data_context", "expert_data_context")
 """Axes of the collectives that sum gradients, and gather what has been divided for them."""
 BACKWARD, UPDATE = PHASE_CODE["backward"], PHASE_CODE["update"]
 WEIGHT, STATE = ROLE_CODE["weight"], ROLE_CODE["optimizer_state"]
 
 
-def shard(trace: Trace, ranks: int, level: int, reshard: bool = True, prefetch: int = 1, group: int = 1) -> Trace:
+def shard(
+    trace: Trace,
+    ranks: int,
+    level: int,
+    reshard: bool = True,
+    prefetch: int = 1,
+    group: int = 1,
+    gathered: str = "layer",
+) -> Trace:
     """Keep and update 1 / ranks of the training state on each replica.
 
     trace: one of so many replicas, with the collectives that sum their gradients (`split_batch_ops`).
@@ -53,15 +69,17 @@ def shard(trace: Trace, ranks: int, level: int, reshard: bool = True, prefetch: 
     level: one of `LEVELS`; at 0 the trace itself is returned.
     reshard: whether level 3 frees gathered weights after forward, and gathers them again for backward. Else they stay
         until a backward of their layer, as with FSDP2's `reshard_after_forward=False`, and are sent once less.
-    prefetch: how many layers ahead level 3 gathers weights: of as many and one more each replica holds all of them.
+    prefetch: how many layers, or modules, ahead level 3 gathers weights: of as many and one more each replica holds all
+        of them.
     group: of weights that level 3 frees after forward and needs again, each of so many replicas next to each other
         keeps a part, from which they are gathered until a backward of their layer has done so, as with a number for
         FSDP2's `reshard_after_forward`; 1: each has its own part of the state alone.
+    gathered: one of `GATHERED`: the weights of a layer together, or of each module that has a large one.
     """
     tokens = trace.origin.context if trace.origin else 1
     if level == 0 or ranks * tokens == 1:
         return trace
-    return _Sharding(trace, ranks, level, reshard, prefetch, group).build()
+    return _Sharding(trace, ranks, level, reshard, prefetch, group, gathered).build()
 
 
 @dataclass
@@ -102,9 +120,11 @@ class _Sharding:
     held: gathered weights that nothing reads, and the op of the layer at whose end they are released.
     """
 
-    def __init__(self, trace: Trace, ranks: int, level: int, reshard: bool, prefetch: int, group: int) -> None:
+    def __init__(
+        self, trace: Trace, ranks: int, level: int, reshard: bool, prefetch: int, group: int, gathered: str
+    ) -> None:
         self.trace, self.ranks, self.level, self.reshard = trace, ranks, level, reshard
-        self.prefetch, self.group = prefetch, group
+        self.prefetch, self.group, self.by_module = prefetch, group, gathered == "module"
         self.new = Rewriter(trace, {"zero": level} if reshard else {"zero": level, "reshard": False})
         self.ops, self.tensors = list(trace.ops), list(trace.tensors)
         origin = trace.origin.ops if trace.origin else ()
@@ -276,7 +296,7 @@ class _Sharding:
         casts = {t: op.reads for op in self.ops if self._casts(op) for t in op.writes}
         before: dict[int, list[_Gather]] = {}  # per device, in order
         held: dict[int, dict[int, _Gather]] = {}  # per device, gathered weights that were not freed
-        for run in layer_runs(self.trace, [op.id for op in self.ops if phase[op.id] != UPDATE]):
+        for run in self._runs([op.id for op in self.ops if phase[op.id] != UPDATE]):
             reading = (op for op in run if self.copying.keys().isdisjoint(self.trace.writes(op)))
             operands = dict.fromkeys(t for op in reading for t in self.trace.reads(op))
             read = [t for t in operands if t in self.parts and (producer[t] < 0 or t in self.copying)]
@@ -305,6 +325,25 @@ class _Sharding:
                 after = max((place[id(earlier)] + 1 for earlier in gather.near.values()), default=0)
                 starts.setdefault(gathers[max(k - self.prefetch, after)].first, []).append(gather)
         return of_op, starts
+
+    def _runs(self, ops: list[int]) -> Iterator[list[int]]:
+        """Ops whose weights are gathered together: of a layer, or up to the next op that reads another large weight."""
+        for run in layer_runs(self.trace, ops):
+            part: list[int] = []
+            own: set[int] = set()
+            for op in run:
+                large = {t for t in self.trace.reads(op) if self._is_large(t)} if self.by_module else set()
+                if own and not large <= own:
+                    yield part
+                    part, own = [], set()
+                part.append(op)
+                own |= large
+            yield part
+
+    def _is_large(self, t: int) -> bool:
+        """Whether a tensor is a weight of which there are parts, or a copy of one, and which is worth a collective."""
+        gathered = t in self.parts and (self.trace.producer[t] < 0 or t in self.copying)
+        return gathered and prod(self.tensors[t].shape or (self.tensors[t].bytes // 2,)) >= PERSISTENT
 
     def _casts(self, op: Op) -> bool:
         """Whether an op of forward copies weights of which a replica has a part."""

@@ -28,24 +28,29 @@ from workloads import transformer
 MIB = 1 << 20
 
 
-def network(weights: list[int], forward: int = 0, backward: int = 0, update: int = 0, ranks: int = 2) -> Trace:
-    """Layers with one weight each, and the nanoseconds that a replica takes for each of them."""
+def network(
+    weights: list[int], forward: int = 0, backward: int = 0, update: int = 0, ranks: int = 2, each: int = 1
+) -> Trace:
+    """Modules with one weight, `each` so many of a layer, and the nanoseconds that a replica takes for each of them."""
     b = TraceBuilder({"batch": ranks, "samples": ranks})
     x, gradients, new = b.tensor("x", ranks, "input"), [], []
-    w = [b.tensor(f"w{i}", size, "weight", layer=i) for i, size in enumerate(weights)]
+    w = [b.tensor(f"w{i}", size, "weight", layer=i // each) for i, size in enumerate(weights)]
     for i in range(len(weights)):
-        y = b.tensor(f"y{i}", ranks, layer=i)
-        b.op(f"f{i}", reads=[x, w[i]], writes=[y], layer=i, duration=ranks * forward, splits=["batch"])
+        y = b.tensor(f"y{i}", ranks, layer=i // each)
+        b.op(f"f{i}", reads=[x, w[i]], writes=[y], layer=i // each, duration=ranks * forward, splits=["batch"])
         x = y
     g = x
     for i in reversed(range(len(weights)) if backward else []):
-        d, t = b.tensor(f"g{i}", ranks, "temporary", layer=i), b.tensor(f"w{i}.grad", weights[i], "gradient", layer=i)
-        about = {"phase": "backward", "layer": i, "duration": ranks * backward, "splits": ["batch"]}
+        d, t = (
+            b.tensor(f"g{i}", ranks, "temporary", layer=i // each),
+            b.tensor(f"w{i}.grad", weights[i], "gradient", layer=i // each),
+        )
+        about = {"phase": "backward", "layer": i // each, "duration": ranks * backward, "splits": ["batch"]}
         b.op(f"b{i}", reads=[g, w[i]], writes=[d, t], **about)
         g, gradients = d, [*gradients, t]
     for i, t in enumerate(reversed(gradients)):
-        new.append(b.tensor(f"w{i}.new", weights[i], "weight", layer=i, replaces=w[i]))
-        b.op(f"u{i}", "optimizer", phase="update", layer=i, reads=[w[i], t], writes=[new[i]], duration=update)
+        new.append(b.tensor(f"w{i}.new", weights[i], "weight", layer=i // each, replaces=w[i]))
+        b.op(f"u{i}", "optimizer", phase="update", layer=i // each, reads=[w[i], t], writes=[new[i]], duration=update)
     return b.build(outputs=new or w, carry=list(zip(new, w, strict=True)) if new else ())
 
 
@@ -243,9 +248,53 @@ def test_time_of_forward_with_weights_gathered_ahead(took: int) -> None:
     assert times == [layers * (gather + took), gather + (layers - 1) * max(gather, took) + took]
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize(("forward", "backward"), [(1000, 1000), (5 * MIB, 3 * MIB), (MIB, 9 * MIB)])
+def test_modules_gathered_one_by_one_are_layers_of_one_module_each(prefetch: int, forward: int, backward: int) -> None:
+    """Two weights per layer, gathered by module, take the time and the memory of twice as many layers of one; sums of
+    gradients are in one bucket for either.
+    """
+    sizes, ranks = [4 * MIB, 3 * MIB, 6 * MIB, MIB, 4 * MIB, 2 * MIB], 4
+    found = []
+    for each, gathered in ((1, "layer"), (2, "module"), (2, "layer")):
+        whole = network(sizes, forward, backward, ranks=ranks, each=each)
+        split, _ = split_batch_ops(whole, 1, ranks, buckets=[1 << 30])
+        trace = shard(split, ranks, 3, prefetch=prefetch, gathered=gathered)
+        assert {each.what for each in departures(trace, whole)} <= {"repeated"}
+        found.append(peaks(trace, line(1, ranks)))
+    assert found[0] == found[1]
+    assert prefetch == 0 or found[0] != found[2]
+
+
+def test_small_weights_are_gathered_with_the_next_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer of GPT-2 four collectives forward and four backward: its norms and biases come with its products."""
+    monkeypatch.setattr("sim.rewrites.zero.PERSISTENT", 32 * 32)
+    layout = {"dp": 4, "zero": 3, "micro_batches": 2, "gathered": "module"}
+    trace, _ = lay_out(step(), "a100_80_sxm", layout)
+    assert {each.what for each in departures(trace, step())} <= {"repeated"}
+
+    def forward(made: Trace) -> list[list[str]]:
+        """The weights that each collective of the second layer gathers for the first microbatch's forward."""
+        names = [[made.tensors[t].name.split(".for.") for t in op.writes] for op in made.ops if op.ring is not None]
+        own = [[each[0] for each in some] for some in names if len(some[0]) > 1 and ".bwd" not in some[0][1]]
+        return [some for some in own if some[0].startswith("h1.")]
+
+    one_by_one = forward(trace)
+    assert len(one_by_one) == 2 * 4
+    (together, _) = forward(lay_out(step(), "a100_80_sxm", {**layout, "gathered": "layer"})[0])
+    assert sorted(name for names in one_by_one[:4] for name in names) == sorted(together)
+    one, held = peaks(trace, line(1, 4))
+    assert (one, held * 4) == peaks(all_ranks(trace), line(4))
+
+
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
+        ({"dp": 2, "zero": 3, "gathered": "modul"}, "gathered: 'modul' is unknown .did you mean 'module'"),
+        (
+            {"dp": 2, "gathered": "module"},
+            "gathered: only weights that zero 3 divides are gathered, zero is 0; nearest: 3",
+        ),
         ({"bucket": "25 MB"}, "bucket: gradients are summed among the replicas of dp, which is 1; nearest: dp 2"),
         ({"dp": 2, "bucket": "25 MBit"}, "bucket: .*; or 'ddp'"),
         ({"dp": 2, "bucket": -1}, "bucket: needs a size such as '25 MiB', or 'ddp', has -1; nearest: 0"),

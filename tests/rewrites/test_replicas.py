@@ -45,6 +45,7 @@ LAYOUTS = [
     {"dp": 2, "micro_batches": 2, "zero": 3, "reshard": False},
     {"dp": 2, "pp": 2, "micro_batches": 4, "zero": 3, "reshard": False},
     {"dp": 4, "zero": 3, "reshard_to": 2},
+    {"dp": 2, "micro_batches": 2, "zero": 3, "gathered": "module", "prefetch": 2},
     {"dp": 4, "pp": 2, "micro_batches": 2, "zero": 3, "reshard_to": 2, "prefetch": 2},
     {"dp": 2, "pp": 2, "micro_batches": 2, "zero": 1},
     {"dp": 2, "pp": 2, "micro_batches": 2, "zero": 3, "schedule": "zb_h1"},
