@@ -36,7 +36,7 @@ DATA = Path(__file__).parent / "data" / "published_runs.csv"
 SETS = ("develop", "check")
 LAYOUT = (
     *("dp", "tp", "cp", "ring_attention", "sequence_parallel", "async_sums", "pp", "zero", "schedule", "chunks"),
-    *("layers", "bucket", "gradient_buffer"),
+    *("layers", "bucket", "gradient_buffer", "gathered"),
 )
 READING = ("context", "last_stage", "memory_only")
 MACHINE = ("dispatch", "profile", "card", "network", "flash")
