@@ -22,7 +22,7 @@ class Flow:
     users: what they use, by the number that `Flows.number` gives it.
     rank: that of its end.
     rate, since: at which it flows, from which time on.
-    end: when all of it has flowed at this rate.
+    end: when all of it has flowed at this rate; 0 before it has had any.
     is_ahead: whether that is a time to come, and nothing has changed it since it was set.
     done: called with the time of its end.
     """
@@ -49,6 +49,8 @@ class Flow:
         self.rate = rate
         self.since = since
         self.is_ahead = ahead
+        if rate:
+            self.end = since + int(-(-self.remaining // rate))
 
     def has_ended(self, now: int) -> bool:
         """Whether all its bytes have flowed by now."""
@@ -58,8 +60,7 @@ class Flow:
         """When it will end at its present rate; `alone` while it has none. shared: shares of `now` have been given."""
         if not self.rate or (self.is_ahead and (now < self.since or (now == self.since and not shared))):
             return alone
-        remaining = self.remaining - self.rate * (now - self.since)
-        return now + max(0, int(-(-remaining // self.rate)))
+        return max(now, self.end)
 
 
 class Flows:
@@ -86,7 +87,7 @@ class Flows:
         (rate,) = self._rates.of([flow.users])
         flow.flow_at(rate, time, ahead=True)
         self._ahead = flow
-        self._set_alarm(time + int(-(-flow.remaining // rate)))
+        self._set_alarm(flow.end)
 
     def _begin(self, flow: Flow) -> None:
         self._clock.catch_up()
@@ -120,7 +121,6 @@ class Flows:
             if rate != flow.rate or flow.is_ahead:
                 flow.flow_until(now)
                 flow.flow_at(rate, now)
-                flow.end = now + int(-(-flow.remaining // rate))
             ends.append(flow.end)
         self._set_alarm(min(ends))
 
