@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -393,10 +393,13 @@ def reference_for(
     traces = (trace,) if isinstance(trace, Trace) else trace
     ample = unlimited(platform)
 
-    @cache
+    planned: dict[int, Mapping[str, Plan]] = {}  # by id: to hash a trace takes longer than most plans
+
     def plans(each: Trace) -> Mapping[str, Plan]:
-        with calling(label(policy)):
-            return policy.unlimited(problem_for(each, ample))
+        if id(each) not in planned:
+            with calling(label(policy)):
+                planned[id(each)] = policy.unlimited(problem_for(each, ample))
+        return planned[id(each)]
 
     def log_of(name: str) -> EventLog:
         return _last_log(traces, ample, lambda each: plans(each).get(name) or Plan(each))

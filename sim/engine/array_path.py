@@ -28,6 +28,7 @@ dropped, an end that no column can hold.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ from sim.hardware.dispatch import Dispatched
 from sim.hardware.platform import Allocator, Platform
 from sim.log import CAUSE, CHANGE_COLUMNS, INTERVAL_COLUMNS, RESERVED_COLUMNS, STALL, WHY, EventLog, Ints
 from sim.plan import Plan
+from sim.trace.graph import Trace
+from sim.trace.kept import in_common, kept
 
 DROP, TAKE, GIVE, ARRIVE, DROP_AFTER = range(5)  # and FREE_READ, FREE_WRITTEN, FREE_RELEASED
 BITS = 3  # of a key that tell the phase; the others tell the step
@@ -53,7 +56,7 @@ STALLED, LAUNCH = WHY["stall"], STALL["launch"]
 Mask = NDArray[np.bool_]
 Pairs = tuple[Ints, Ints]
 Part = tuple[Ints, Ints | int, Ints, Ints | int]
-"""Rows of one sort: key, tensor, delta, cause."""
+"""Rows of one sort: key, tensor, amount (see `Outline`), cause."""
 
 
 EXACT = Allocator()
@@ -118,48 +121,63 @@ def _kept_rows(plan: Plan, prepared: Prepared, resolved: Resolved, actions: Acti
     if len(prepared.times.total) > KEPT_OPS:
         return _rows(plan, prepared, actions)
     is_bare = not (plan.keep_dead or len(actions.recomputed) or len(actions.dropped))
-    kept = prepared.bare_run if is_bare else resolved.anchored.run
-    if not kept:
-        kept.append(_rows(plan, prepared, actions))
-    known: Rows | None = kept[0]
+    made = prepared.bare_run if is_bare else resolved.made.run
+    if not made:
+        made.append(_rows(plan, prepared, actions, _keeper(plan, prepared, is_bare)))
+    known: Rows | None = made[0]
     return known
 
 
-def _rows(plan: Plan, prepared: Prepared, actions: ActionColumns) -> Rows | None:
-    """The rows of a run; None if it has to take the event path, whatever the capacity."""
-    steps = _steps(prepared, actions)
-    if float(_busy(prepared, steps).sum(dtype=np.float64)) >= 2.0**62:
-        return None  # more nanoseconds than a column holds
-    events = _events(prepared.columns, steps, actions, _lazy(plan, len(prepared.columns.size)))
-    if not _is_legal(prepared, steps, actions, events):
+def _keeper(plan: Plan, prepared: Prepared, is_bare: bool) -> Keep | None:
+    """What keeps the outline of a run for others of its structure: one without actions, or with the same ones."""
+    structure = prepared.trace.structure
+    if is_bare:
+        return lambda key, make: kept(structure, "outlines", key, make)
+    if plan.online is not None:  # its drops are not among the plan's actions
         return None
-    changes = _changes(prepared, steps, events)
-    intervals = _intervals(prepared, steps)
+    return lambda key, make: in_common(structure, plan.actions, "outline", (plan.keep_dead, *key), make)
+
+
+def _rows(plan: Plan, prepared: Prepared, actions: ActionColumns, keep: Keep | None = None) -> Rows | None:
+    """The rows of a run; None if it has to take the event path, whatever the capacity."""
+    workspace = prepared.trace.op_columns.workspace
+
+    def make() -> Outline:
+        return _outline(plan, prepared, actions)
+
+    outline = keep((*_where(prepared), (workspace > 0).tobytes()), make) if keep is not None else make()
+    steps, start, end = outline.steps, *_times(prepared, outline.steps)
+    if float(_busy(prepared, steps, end - start).sum(dtype=np.float64)) >= 2.0**62:
+        return None  # more nanoseconds than a column holds
+    if not outline.is_legal:
+        return None
+    if keep is not None:
+        outline = outline._replace(intervals=outline.intervals.copy(), changes=outline.changes.copy())
+    changes, intervals = _changes(prepared.trace, outline, start, end), _intervals(outline.intervals, start, end)
     for array in (changes, intervals):
         array.setflags(write=False)
     peak = int(np.cumsum(changes[:, CHANGE_COLUMNS.index("delta")]).max(initial=0))
-    ignored = len(actions.dropped) - int(events.dropped.resident.sum())
-    return Rows(intervals, changes, int(steps.end[-1]), peak, ignored)
+    return Rows(intervals, changes, int(end[-1]), peak, outline.ignored)
 
 
-def _busy(prepared: Prepared, steps: Steps) -> Ints:
+def _where(prepared: Prepared) -> tuple[int, int]:
+    """The tier and the lane of a sequence."""
+    return prepared.home[prepared.main[0]], prepared.main[0]
+
+
+def _busy(prepared: Prepared, steps: Steps, ns: Ints) -> Ints:
     """Nanoseconds that the run takes at most, in parts: of each step, and to dispatch it."""
-    ns = steps.end - steps.start
     return ns if prepared.dispatch is None else ns + np.append(prepared.dispatch.each, 0)[steps.op]
 
 
-def _intervals(prepared: Prepared, steps: Steps) -> Ints:
-    """A row per step but the start, and before it one for a wait until it is dispatched."""
-    rows = np.zeros((len(steps.op) - 1, len(INTERVAL_COLUMNS)), np.int64)
-    for name, column in (("start", steps.start), ("end", steps.end), ("why", steps.why), ("op", steps.op)):
-        rows[:, INTERVAL_COLUMNS.index(name)] = column[1:]
-    rows[:, INTERVAL_COLUMNS.index("lane")] = prepared.main[0]
-    rows[:, INTERVAL_COLUMNS.index("tensor")] = -1
-    late = np.flatnonzero(steps.start[1:] > steps.end[:-1])
+def _intervals(rows: Ints, start: Ints, end: Ints) -> Ints:
+    """Rows with the times of their steps, and before each a row for a wait until it is dispatched."""
+    rows[:, INTERVAL_COLUMNS.index("start")], rows[:, INTERVAL_COLUMNS.index("end")] = start[1:], end[1:]
+    late = np.flatnonzero(start[1:] > end[:-1])
     if not len(late):
         return rows
     waits = rows[late]
-    for name, what in (("start", steps.end[late]), ("end", steps.start[late + 1]), ("why", STALLED), ("cause", LAUNCH)):
+    for name, what in (("start", end[late]), ("end", start[late + 1]), ("why", STALLED), ("cause", LAUNCH)):
         waits[:, INTERVAL_COLUMNS.index(name)] = what
     return np.insert(rows, late, waits, axis=0)
 
@@ -187,7 +205,6 @@ class Steps(NamedTuple):
 
     op, why: per step its op, -1 at the start, and what the log calls the run.
     anchor: per step the op in whose place it runs.
-    start, end: per step, in ns.
     own: per op the step of its first run; 0 for the op -1.
     again: the steps that recompute an op.
     """
@@ -195,8 +212,6 @@ class Steps(NamedTuple):
     op: Ints
     why: Ints
     anchor: Ints
-    start: Ints
-    end: Ints
     own: Ints
     again: Ints
 
@@ -211,11 +226,16 @@ def _steps(prepared: Prepared, actions: ActionColumns) -> Steps:
     op[own], op[again] = ops, actions.recomputed
     why, anchor = np.full(len(op), WHY["recompute"], np.int64), op.copy()
     why[own], anchor[again] = prepared.first_run, actions.before
-    ns = np.append(prepared.times.total, 0)[op]
+    return Steps(op, why, anchor, np.append(own, 0), again)
+
+
+def _times(prepared: Prepared, steps: Steps) -> Pairs:
+    """Per step when it starts and ends, in ns."""
+    ns = np.append(prepared.times.total, 0)[steps.op]
     end = np.cumsum(ns)
     if prepared.dispatch is not None:
-        end += _late(prepared.dispatch, op, end - ns, own)
-    return Steps(op, why, anchor, end - ns, end, np.append(own, 0), again)
+        end += _late(prepared.dispatch, steps.op, end - ns, steps.own[:-1])
+    return end - ns, end
 
 
 def _late(dispatch: Dispatched, op: Ints, start: Ints, own: Ints) -> Ints:
@@ -286,7 +306,7 @@ def _events(columns: TraceColumns, steps: Steps, actions: ActionColumns, lazy: M
     )
     key, tensor = (np.concatenate(column) for column in zip(*kinds, strict=True))
     ends = np.cumsum([0, *(len(kind[0]) for kind in kinds)]).tolist()
-    loose = np.zeros(len(columns.size), np.bool_)
+    loose = np.zeros(len(columns.replaces), np.bool_)
     for some in (old[in_place], actions.dropped, rewritten):
         loose[some] = True
     resident = np.arange(len(key)) >= ends[4]  # but for loose ones: never when they arrive, always when they are freed
@@ -365,21 +385,71 @@ def _is_legal(prepared: Prepared, steps: Steps, actions: ActionColumns, events: 
 # ---- the rows ----------------------------------------------------------------------------------
 
 
-def _changes(prepared: Prepared, steps: Steps, events: Events) -> Ints:
+class Outline(NamedTuple):
+    """The rows of a run without what depends on sizes and times: all that runs of one structure have in common.
+
+    steps: what runs.
+    intervals: a row per step but the start, without times.
+    changes: the rows without times and bytes; none if it is not legal.
+    moment: per change where its time is among those at which steps are reached, then start, then end.
+    amount: per change where its bytes are among tensors, then workspaces of ops, then both with the other sign.
+    ignored: actions without an effect.
+    is_legal: whether the run need not take the event path, whatever the capacity.
+    """
+
+    steps: Steps
+    intervals: Ints
+    changes: Ints
+    moment: Ints
+    amount: Ints
+    ignored: int
+    is_legal: bool = True
+
+
+Keep = Callable[[tuple[int, int, bytes], Callable[[], Outline]], Outline]
+"""Keeps an outline by where it runs and by which ops have workspace."""
+
+
+def _outline(plan: Plan, prepared: Prepared, actions: ActionColumns) -> Outline:
+    steps = _steps(prepared, actions)
+    intervals = np.zeros((len(steps.op) - 1, len(INTERVAL_COLUMNS)), np.int64)
+    columns = ("why", steps.why[1:]), ("op", steps.op[1:]), ("lane", prepared.main[0]), ("tensor", -1)
+    for name, column in columns:
+        intervals[:, INTERVAL_COLUMNS.index(name)] = column
+    none = np.zeros(0, np.int64)
+    events = _events(prepared.columns, steps, actions, _lazy(plan, len(prepared.columns.replaces)))
+    if not _is_legal(prepared, steps, actions, events):
+        return Outline(steps, intervals, none, none, none, 0, is_legal=False)
+    ignored = len(actions.dropped) - int(events.dropped.resident.sum())
+    return Outline(steps, intervals, *_without_sizes(prepared, steps, events), ignored)
+
+
+def _changes(trace: Trace, outline: Outline, start: Ints, end: Ints) -> Ints:
+    """The changes with their times and bytes, in the place of those of an outline. start, end: per step, in ns."""
+    rows = outline.changes
+    size = np.concatenate((trace.tensor_columns.bytes, trace.op_columns.workspace))
+    reached = np.append(0, end[:-1])  # where a step has to be dispatched first, its start is later
+    rows[:, CHANGE_COLUMNS.index("time")] = np.concatenate((reached, start, end))[outline.moment]
+    rows[:, CHANGE_COLUMNS.index("delta")] = np.concatenate((size, -size))[outline.amount]
+    return rows
+
+
+def _without_sizes(prepared: Prepared, steps: Steps, events: Events) -> tuple[Ints, Ints, Ints]:
+    """The changes of an outline, the moment of each, and its amount."""
     parts = [_filled(part) for part in _parts(prepared, steps, events)]
-    key, tensor, delta, cause = (np.concatenate(column) for column in zip(*parts, strict=True))
+    key, tensor, amount, cause = (np.concatenate(column) for column in zip(*parts, strict=True))
     del parts  # of a large trace they are large
     order = np.argsort(key, kind="stable")
     key = key[order]
     step, phase = key >> BITS, key & (PHASES - 1)
     rows = np.empty((len(key), len(CHANGE_COLUMNS)), np.int64)
-    reached = np.append(0, steps.end[:-1])  # where a step has to be dispatched first, its start is later
-    rows[:, 0] = np.where(phase == DROP, reached[step], np.where(phase == TAKE, steps.start[step], steps.end[step]))
+    rows[:, 0] = rows[:, 2] = 0
     rows[:, 1] = prepared.home[prepared.main[0]]
     rows[:, 4] = np.where(phase == DROP, steps.anchor[step], steps.op[step])
-    for i, column in ((2, delta), (3, tensor), (5, cause)):
+    for i, column in ((3, tensor), (5, cause)):
         rows[:, i] = column[order]
-    return rows
+    moment = step + len(steps.op) * np.where(phase == DROP, 0, np.where(phase == TAKE, 1, 2))
+    return rows, moment, amount[order]
 
 
 def _filled(part: Part) -> tuple[Ints, ...]:
@@ -389,31 +459,33 @@ def _filled(part: Part) -> tuple[Ints, ...]:
 
 def _parts(prepared: Prepared, steps: Steps, events: Events) -> tuple[Part, ...]:
     """The rows of `changes` by sort; those of one key come in the order of these parts, and within a part."""
-    size, (placed, written, old, dropped, freed, dead, *_) = prepared.columns.size, events
+    placed, written, old, dropped, freed, dead, *_ = events
+    tensors, workspace = len(prepared.columns.replaces), prepared.trace.op_columns.workspace
+    out = tensors + len(workspace)  # where the amounts of departures begin
     takes = np.ones(len(written.key), np.bool_)
     takes[events.in_place] = ~old.resident
     take, taken, again = written.key[takes] - ARRIVE, written.tensor[takes], written.resident[takes]
-    workspace = np.append(prepared.trace.op_columns.workspace, 0)[steps.op]
-    busy = np.flatnonzero(workspace)
+    busy = np.flatnonzero(np.append(workspace, 0)[steps.op])
+    used = tensors + steps.op[busy]
     return (
-        (placed.key, placed.tensor, size[placed.tensor], PLACED),
-        _left(dropped, size, np.where(dead[dropped.resident], FREED, DROPPED)),
-        (take + TAKE, np.where(again, -1, taken), size[taken], np.where(again, WORKSPACE, MADE)),
-        (busy * PHASES + TAKE, -1, workspace[busy], WORKSPACE),
-        (take[again] + GIVE, -1, -size[taken[again]], WORKSPACE),
-        (busy * PHASES + GIVE, -1, -workspace[busy], WORKSPACE),
-        _handed_over(events, size),
-        _left(freed, size, FREED),
+        (placed.key, placed.tensor, placed.tensor, PLACED),
+        _left(dropped, out, np.where(dead[dropped.resident], FREED, DROPPED)),
+        (take + TAKE, np.where(again, -1, taken), taken, np.where(again, WORKSPACE, MADE)),
+        (busy * PHASES + TAKE, -1, used, WORKSPACE),
+        (take[again] + GIVE, -1, out + taken[again], WORKSPACE),
+        (busy * PHASES + GIVE, -1, out + used, WORKSPACE),
+        _handed_over(events, out),
+        _left(freed, out, FREED),
     )
 
 
-def _left(kind: Kind, size: Ints, cause: Ints | int) -> Part:
+def _left(kind: Kind, out: int, cause: Ints | int) -> Part:
     """Rows of what is dropped or freed, where it is resident."""
     tensor = kind.tensor[kind.resident]
-    return kind.key[kind.resident], tensor, -size[tensor], cause
+    return kind.key[kind.resident], tensor, out + tensor, cause
 
 
-def _handed_over(events: Events, size: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+def _handed_over(events: Events, out: int) -> tuple[Ints, Ints, Ints, Ints]:
     """Rows of storage that an op overwrites: the old value out, the new one in, unless that is resident already."""
     over = np.flatnonzero(events.overwritten.resident)
     if not len(over):
@@ -423,4 +495,4 @@ def _handed_over(events: Events, size: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     is_new = np.arange(len(tensor)) % 2 == 1
     rows = np.flatnonzero(~is_new | ~np.repeat(events.written.resident[new], 2))
     key, cause = np.repeat(events.overwritten.key[over], 2), np.where(is_new, MADE, OVERWRITTEN)
-    return key[rows], tensor[rows], np.where(is_new, size[tensor], -size[tensor])[rows], cause[rows]
+    return key[rows], tensor[rows], np.where(is_new, tensor, out + tensor)[rows], cause[rows]

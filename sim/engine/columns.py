@@ -34,9 +34,9 @@ class Operands(NamedTuple):
 
 
 class TraceColumns:
-    """Facts of a trace that no plan changes.
+    """Facts of the structure of a trace, which no plan and no size changes.
 
-    size, replaces: per tensor its bytes, and the value that it overwrites, -1 for none.
+    replaces: per tensor the value that it overwrites, -1 for none.
     producer: per tensor the op that produces it, -1 for none.
     may_free: per tensor whether it may be freed once nothing uses it.
     placed: the tensors without a producer.
@@ -47,7 +47,7 @@ class TraceColumns:
 
     def __init__(self, trace: Trace) -> None:
         c, t = trace.op_columns, trace.tensor_columns
-        self.size, self.replaces = t.bytes, t.replaces.astype(np.int64)
+        self.replaces = t.replaces.astype(np.int64)
         self.producer, self.may_free = trace.producer.astype(np.int64), freeable(trace)
         self.placed = np.flatnonzero(trace.producer < 0)
         self.read, self.written = _operands(c.read_start, c.read_ids), _operands(c.write_start, c.write_ids)

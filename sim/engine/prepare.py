@@ -66,7 +66,7 @@ class Prepared:
     flowing: per op whether part of its time depends on bandwidth that it shares.
     groups: per group its members.
     dispatch: what the CPU takes to dispatch ops, None where the device never waits for that.
-    plans: of plans that have run, by id: a weak reference, and their actions by anchor.
+    plans: of plans that have run, by id: a weak reference, their actions by anchor, and what paths make of them.
     bare_run: what the array path makes of a plan without actions, once it has been asked to; see `array_path.Rows`.
     """
 
@@ -78,7 +78,7 @@ class Prepared:
     flowing: NDArray[np.bool_]
     groups: Mapping[str, tuple[int, ...]]
     dispatch: Dispatched | None
-    plans: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    plans: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
     bare_run: list[Any] = field(default_factory=list)
 
     # ---- engines and time --------------------------------------------------------------------
@@ -288,7 +288,7 @@ class Prepared:
     @cached_property
     def columns(self) -> TraceColumns:
         """The columns of the array path."""
-        return TraceColumns(self.trace)
+        return kept(self.trace.structure, "columns", None, lambda: TraceColumns(self.trace))
 
     @cached_property
     def deaths(self) -> tuple[list[int], list[list[int]]]:

@@ -15,6 +15,7 @@ from sim.errors import IllegalPlan, TraceError, near
 from sim.hardware.platform import Platform
 from sim.log import Ints
 from sim.plan import Action, Drop, Move, Plan, Recompute, Wait
+from sim.trace.kept import in_common
 
 WHOLE = ("priority", "delay", "wire", "codec")
 """Figures of a move."""
@@ -69,8 +70,6 @@ class Anchored:
     slow_before, slow_after: ops where some of them take the device's time.
     recomputed: the ops of all Recomputes.
     waited: the tensors of all Waits.
-    run: what the array path makes of the plan, once it has been asked to; see `array_path.Rows`.
-    copied: the same of the copy path; see `copy_path.covered.Program`.
     """
 
     before: dict[int, list[Act]] = field(default_factory=dict)
@@ -79,8 +78,6 @@ class Anchored:
     slow_after: set[int] = field(default_factory=set)
     recomputed: list[int] = field(default_factory=list)
     waited: set[int] = field(default_factory=set)
-    run: list[Any] = field(default_factory=list)
-    copied: list[Any] = field(default_factory=list)
 
     @cached_property
     def columns(self) -> ActionColumns | None:
@@ -102,10 +99,23 @@ class Anchored:
         return ActionColumns(*np.array(recomputed, np.int64).reshape(-1, 2).T, *drops)
 
 
+@dataclass(frozen=True)
+class Made:
+    """What the paths make of a plan on a trace, each in a list once it has been asked to.
+
+    run: the array path; see `array_path.Rows`.
+    copied: the copy path; see `copy_path.covered.Program`.
+    """
+
+    run: list[Any] = field(default_factory=list)
+    copied: list[Any] = field(default_factory=list)
+
+
 class Resolved:
     """All that a plan asks for: actions by anchor, and where tensors are to be produced.
 
     anchored: its actions; before, after, slow_before, slow_after, recomputed, waited: those of `anchored`.
+    made: what the paths make of it.
     born: per tensor that it places, tier and offset.
     special: the producers of those.
     columns: the actions as columns, and what an online part adds where memory is never short; None if some have none.
@@ -119,17 +129,17 @@ class Resolved:
         self._ops, self._tensors = len(prepared.times.total), len(prepared.trace.tensor_columns.name)
         self._homes = [prepared.home[engine] for engine in prepared.main]
         known = prepared.plans.get(id(plan))
-        is_known = known is not None and known[0]() is plan  # a plan that has run before on this machine
-        self.anchored: Anchored = known[1] if known is not None and is_known else Anchored()
+        if known is not None and known[0]() is plan:  # it has run before on this machine
+            self.anchored: Anchored = known[1]
+            self.made: Made = known[2]
+        else:
+            actions, structure, plans, key = plan.actions, prepared.trace.structure, prepared.plans, id(plan)
+            self.anchored = in_common(structure, actions, "anchored", platform.timing_hash, lambda: self._all(actions))
+            self.made = Made()
+            plans[key] = (ref(plan, lambda _: plans.pop(key, None)), self.anchored, self.made)
         self.before, self.after = self.anchored.before, self.anchored.after
         self.slow_before, self.slow_after = self.anchored.slow_before, self.anchored.slow_after
         self.recomputed, self.waited = self.anchored.recomputed, self.anchored.waited
-        if not is_known:
-            for action in plan.actions:
-                if not self._anchor_by_ids(action):
-                    self._anchor(action)
-            plans, key = prepared.plans, id(plan)
-            plans[key] = (ref(plan, lambda _: plans.pop(key, None)), self.anchored)
         self.born: dict[int, tuple[int, int | None]] = {}
         for tensor, where in plan.place.items():
             name, offset = (where, None) if isinstance(where, str) else where
@@ -153,10 +163,18 @@ class Resolved:
 
     # ---- names -------------------------------------------------------------------------------
 
-    def _anchor_by_ids(self, action: Action) -> bool:
+    def _all(self, actions: Iterable[Action]) -> Anchored:
+        """The actions of a plan by anchor."""
+        anchored = Anchored()
+        for action in actions:
+            if not self._anchor_by_ids(action, anchored):
+                self._anchor(action, anchored)
+        return anchored
+
+    def _anchor_by_ids(self, action: Action, to: Anchored) -> bool:
         """Note an action that is given by ids, as most are; False leaves it to the general way, and its complaints."""
         before, after = action.before, action.after
-        at, side = (after, self.after) if before is None else (before, self.before)
+        at, side = (after, to.after) if before is None else (before, to.before)
         if type(at) is not int or not 0 <= at < self._ops or (before is not None and after is not None):
             return False
         act: Act | None = None
@@ -170,8 +188,8 @@ class Resolved:
             act = self._drop_by_ids(action, self._prepared.device[at])
         elif type(action) is Recompute and type(action.op) is int and 0 <= action.op < self._ops and after is None:
             act = ACT(("recompute", action.op, -1, None))
-            self.slow_before.add(at)
-            self.recomputed.append(action.op)
+            to.slow_before.add(at)
+            to.recomputed.append(action.op)
         if act is None:
             return False
         if at in side:
@@ -187,7 +205,7 @@ class Resolved:
             return ACT(("drop", tensor, tier, None))
         return None
 
-    def _anchor(self, action: Action) -> None:
+    def _anchor(self, action: Action, to: Anchored) -> None:
         before, after = action.before, action.after
         if (before is None) == (after is None):
             raise IllegalPlan(f"{action}: a planned action is either before or after one op")
@@ -197,17 +215,17 @@ class Resolved:
             act = self._resolve(action, self._prepared.device[anchor])
         except TraceError as error:
             raise IllegalPlan(f"{action}: {error}") from None
-        side = self.after if before is None else self.before
+        side = to.after if before is None else to.before
         if anchor in side:
             side[anchor].append(act)
         else:
             side[anchor] = [act]
         if act.kind in ("wait", "recompute"):
-            (self.slow_after if before is None else self.slow_before).add(anchor)
+            (to.slow_after if before is None else to.slow_before).add(anchor)
             if act.kind == "recompute":
-                self.recomputed.append(act.target)
+                to.recomputed.append(act.target)
             else:
-                self.waited.add(act.target)
+                to.waited.add(act.target)
             if before is None and not self._is_here(anchor):
                 raise IllegalPlan(f"{action}: the op ends on another engine, where no device can wait")
 

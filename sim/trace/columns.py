@@ -21,6 +21,9 @@ FROM_READS_AND_WRITES = (
 )
 """What is derived from the tensors and from which op reads and writes them, and from nothing else of ops."""
 
+FROM_STRUCTURE = ("op_types", "view_of", "released", "unbound", "held_until", "devices", "_op_ids", "of_one_size")
+"""What else is derived from all but sizes."""
+
 T = TypeVar("T")
 A = TypeVar("A", bound=NDArray[Any])
 Ints = NDArray[np.int64]
@@ -109,12 +112,16 @@ class Graph:
         columns = ("name", "replaces"), ("read_start", "read_ids", "write_start", "write_ids")
         pairs = (self.tensor_columns, other.tensor_columns), (self.op_columns, other.op_columns)
         if all(getattr(a, key) is getattr(b, key) for (a, b), keys in zip(pairs, columns) for key in keys):
-            known = vars(other)
-            vars(self).update((name, known[name]) for name in FROM_READS_AND_WRITES if name in known)
+            self._take_over(other, FROM_READS_AND_WRITES)
+
+    def _take_over(self, other: Graph, names: Sequence[str]) -> None:
+        """Take over what has been derived from another graph under these names."""
+        known = vars(other)
+        vars(self).update((name, known[name]) for name in names if name in known)
 
     def derive(self) -> None:
         """Compute what those that are made like this one take over."""
-        for name in FROM_READS_AND_WRITES:
+        for name in (*FROM_READS_AND_WRITES, *FROM_STRUCTURE):
             getattr(self, name)
 
     def _make_read_only(self) -> None:

@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.trace import validity
-from sim.trace.columns import Graph, OpColumns, TensorColumns
+from sim.trace.columns import FROM_STRUCTURE, Graph, OpColumns, TensorColumns
 from sim.trace.origin import Origin
 from sim.trace.tensor import ROLE_CODE
 
@@ -22,17 +23,22 @@ PERSISTENT = (ROLE_CODE["weight"], ROLE_CODE["optimizer_state"])
 SIZES = frozenset({"bytes", "shape", "flops", "workspace", "counted"})
 """The columns in which traces of one structure may differ; `bytes` is one of tensors and one of ops."""
 
+ENDS = (-1, "ends")
+"""Among what is hashed what is kept at the end, and carried."""
+
 
 class Structure:
     """What traces have in common that differ in sizes alone: what is derived from that is kept with it.
 
     is_shared: whether several traces have it.
     hashed: of columns that are no sizes what is hashed, once it is shared.
+    common: what else its traces have in common, by id, with what has been derived from it; see `sim.trace.kept`.
     """
 
     def __init__(self) -> None:
         self.is_shared = False
         self.hashed: dict[tuple[int, str], bytes] = {}
+        self.common: dict[int, tuple[object, dict[Any, Any]]] = {}
 
 
 class Trace(Graph):
@@ -69,9 +75,19 @@ class Trace(Graph):
             self._share(like)
         self.meta: Mapping[str, Any] = MappingProxyType(dict(meta or {}))
         self.origin = origin
+        self.outputs: tuple[int, ...]
+        self.carry: tuple[tuple[int, int], ...]
         self._structure: Structure | None = None
         if like is None or meta is not like.meta:
             validity.check_meta(self.meta)
+        if like is not None and outputs is like.outputs and carry is like.carry:
+            self.outputs, self.carry = like.outputs, like.carry
+            if self._differs_in_sizes_alone(like):
+                self._take_over(like, FROM_STRUCTURE)
+                self._structure = like.structure
+                self._structure.is_shared = True
+                if validity.sizes_are_possible(self):  # all else has been checked; if not, what follows says why
+                    return
         if like is None or not self.has_other_releases_alone(like):
             validity.check_graph(self)
         self.outputs = self._default_outputs() if outputs is None else tuple(int(t) for t in outputs)
@@ -81,7 +97,7 @@ class Trace(Graph):
         validity.check_ends(self, self.outputs, self.carry)
         validity.check_releases(self, self.outputs)
         validity.check_unbinds(self)
-        if like is not None and self._differs_in_sizes_alone(like):
+        if like is not None and self._structure is None and self._differs_in_sizes_alone(like):
             self._structure = like.structure
             self._structure.is_shared = True
 
@@ -94,6 +110,14 @@ class Trace(Graph):
         if self._structure is None:
             self._structure = Structure()
         return self._structure
+
+    @cached_property
+    def of_one_size(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Pairs of tensors with the same bytes: each that overwrites another and that, each carried one at the end and
+        at the start. Shapes (pairs,) both."""
+        new = np.flatnonzero(self.tensor_columns.replaces >= 0)
+        last, first = np.array(self.carry, np.int64).reshape(-1, 2).T
+        return np.concatenate((new, last)), np.concatenate((self.tensor_columns.replaces[new], first))
 
     @cached_property
     def content_hash(self) -> str:
@@ -124,15 +148,22 @@ class Trace(Graph):
                     digest.update(known[part, key])
                 else:
                     digest.update(known.setdefault((part, key), _to_hash(key, column)))
-        digest.update(repr((self.outputs, self.carry)).encode())
+        ends = known.get(ENDS) if known is not None else None
+        if ends is None:
+            ends = repr((self.outputs, self.carry)).encode()
+            if known is not None:
+                known[ENDS] = ends
+        digest.update(ends)
         digest.update(json.dumps(dict(self.meta), sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
     def _differs_in_sizes_alone(self, other: Trace) -> bool:
         """Whether it shares all columns but those of sizes with a trace, and what is kept and carried."""
         pairs = ((self.tensor_columns, other.tensor_columns), (self.op_columns, other.op_columns))
-        ends = self.outputs == other.outputs and self.carry == other.carry and self.origin is other.origin
-        return ends and all(
+        mine, theirs = self.origin, other.origin
+        if mine is not theirs and (mine is None or theirs is None or not mine.is_like(theirs)):
+            return False
+        return (self.outputs, self.carry) == (other.outputs, other.carry) and all(
             column is vars(there)[name]
             for here, there in pairs
             for name, column in vars(here).items()

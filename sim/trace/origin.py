@@ -27,7 +27,7 @@ never trusted. A rewrite of a rewrite is expressed over the first base (`Origin.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeAlias
 
 from sim.errors import TraceError
@@ -254,6 +254,21 @@ class Origin:
     context: int = 1
     group: int = 1
 
+    def __getattr__(self, name: str) -> str:
+        """The content hash of the base, where that was not needed before: it takes long."""
+        if name != "base" or "_of" not in vars(self):
+            raise AttributeError(name)
+        found: str = vars(self).pop("_of").content_hash
+        vars(self)["base"] = found
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def is_like(self, other: Origin) -> bool:
+        """Whether it says the same, of whatever base."""
+        return all(getattr(self, each.name) == getattr(other, each.name) for each in fields(self)[1:])
+
     @property
     def symmetric(self) -> int:
         """How many symmetric ranks there are, of which this trace is one."""
@@ -270,7 +285,7 @@ class Origin:
         """The origin of a trace: the one it has, else itself."""
         if trace.origin is not None:
             return trace.origin
-        return Origin(trace.content_hash, first_same(len(trace.tensors)), first_same(len(trace.ops)))
+        return _of_itself(trace)
 
     def of_rank(self, expr: Expr, rank: int, axis: str = "data") -> Expr:
         """What rank `rank` along an axis (`sim.trace.op.AXES`) has where this one, which is rank 0, has `expr`."""
@@ -394,6 +409,14 @@ class Origin:
             max(self.context, middle.context),
             max(self.group, middle.group),
         )
+
+
+def _of_itself(trace: Rewritten) -> Origin:
+    """The origin of a trace that stands for itself; its hash is computed when it is asked for."""
+    found = object.__new__(Origin)
+    rest = {each.name: each.default for each in fields(Origin)[3:]}
+    vars(found).update(tensors=first_same(len(trace.tensors)), ops=first_same(len(trace.ops)), _of=trace, **rest)
+    return found
 
 
 def continued(previous: Expr, last: Expr, count: int) -> list[Expr]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from sim.errors import TraceError
 from sim.foreign_text import half_a_character
 from sim.trace.columns import Graph
 from sim.trace.progress import blocked, reached_before
+
+if TYPE_CHECKING:
+    from sim.trace.graph import Trace
 
 Ints = NDArray[np.int64]
 
@@ -64,6 +67,19 @@ def check_graph(trace: Graph) -> None:
     _check_views(trace, reader)
     _check_overwrites(trace, reader)
     _check_groups(trace)
+
+
+def sizes_are_possible(trace: Trace) -> bool:
+    """Whether a trace is as it must be that differs in sizes alone from one that has been checked."""
+    t, c = trace.tensor_columns, trace.op_columns
+    new, old = trace.of_one_size
+    return (
+        all(not len(column) or int(column.min()) >= 0 for column in (t.bytes, c.flops, c.workspace))
+        and all(float(column.sum(dtype=np.float64)) < 2.0**62 for column in (t.bytes, c.workspace))
+        and (not len(c.flops) or int(c.flops.max()) < 2**62)
+        and np.array_equal(t.bytes[new], t.bytes[old])
+        and not (trace.view_of and t.bytes[list(trace.view_of)].any())
+    )
 
 
 def _check_texts(trace: Graph) -> None:

@@ -420,8 +420,8 @@ def _late(make):
 def _swapped(make):
     """The first two rows of one nanosecond change places."""
 
-    def changes(prepared, steps, events):
-        rows = make(prepared, steps, events)
+    def changes(*arguments):
+        rows = make(*arguments)
         alike = np.flatnonzero((rows[1:, 0] == rows[:-1, 0]) & (rows[1:, 5] != rows[:-1, 5]))
         if len(alike):
             rows[[alike[0], alike[0] + 1]] = rows[[alike[0] + 1, alike[0]]]

@@ -13,6 +13,7 @@ from sim import load_profile, simulate
 from sim.conformance import check_policy
 from sim.conformance.repeatability import other_sizes
 from sim.engine.replay import replay
+from sim.errors import TraceError
 from sim.experiment import problem_for
 from sim.plan import Drop, Plan, Problem, Recompute
 from sim.policies import load, names
@@ -20,7 +21,7 @@ from sim.policies.base import Policy
 from sim.policies.sharing import shared
 from sim.rewrites.rewriter import with_columns
 from sim.trace import Trace, TraceBuilder
-from sim.trace.columns import FROM_READS_AND_WRITES
+from sim.trace.columns import FROM_READS_AND_WRITES, FROM_STRUCTURE
 from workloads import transformer
 
 MACHINE = load_profile("a100_80_sxm")
@@ -68,7 +69,7 @@ def test_what_traces_of_one_structure_take_over_is_what_each_would_derive():
         own = alone(trace)
         vars(own).pop("content_hash", None)
         assert trace.content_hash == trace.hashed_anew() == own.content_hash
-        for name in FROM_READS_AND_WRITES:
+        for name in (*FROM_READS_AND_WRITES, *FROM_STRUCTURE):
             mine, theirs = getattr(trace, name), getattr(own, name)
             assert repr(_listed(mine)) == repr(_listed(theirs))
 
@@ -90,6 +91,66 @@ def test_what_differs_in_more_than_sizes_has_another_structure():
     assert alone(trace).structure is not trace.structure
 
 
+def in_place() -> Trace:
+    """Two ops with workspace, a weight that is overwritten and carried, and a view."""
+    b = TraceBuilder()
+    weight, x = b.tensor("w", 64, "weight"), b.tensor("x", 32, "input")
+    y, z, view, new = (
+        b.tensor("y", 16),
+        b.tensor("z", 16),
+        b.tensor("v", 0),
+        b.tensor("w'", 64, "weight", replaces=weight),
+    )
+    b.op("forward", "matmul", reads=[weight, x], writes=[y], flops=10, workspace=8)
+    b.op("cut", "other", reads=[y], writes=[view], views=(0,))
+    b.op("backward", "matmul", phase="backward", reads=[y, view], writes=[z], flops=10, workspace=24)
+    b.op("update", "optimizer", phase="update", reads=[z], writes=[new], flops=4)
+    return b.build()
+
+
+def sized(trace: Trace, like: Trace | None, ops: dict = {}, **tensors: int) -> Trace:  # noqa: B006
+    """The trace with other sizes: bytes of tensors by name, columns of ops whole."""
+    t, c = trace.tensor_columns, trace.op_columns
+    size = np.array([tensors.get(name.replace("'", "_"), size) for name, size in zip(t.name, t.bytes.tolist())])
+    columns = {key: np.array(values, np.int64) for key, values in ops.items()}
+    ends = {"outputs": trace.outputs, "carry": trace.carry}
+    return Trace(replace(t, bytes=size), replace(c, **columns), **ends, like=like)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"w": 128},
+        {"w": 128, "w_": 256},
+        {"y": -1},
+        {"v": 8},
+        {"x": 2**61, "z": 2**61},
+        {"ops": {"flops": [-1, 0, 0, 0]}},
+        {"ops": {"flops": [2**62, 0, 0, 0]}},
+        {"ops": {"workspace": [0, 0, -8, 0]}},
+        {"ops": {"workspace": [2**61, 0, 2**61, 0]}},
+    ],
+    ids=str,
+)
+def test_impossible_sizes_are_refused_where_all_else_is_known_as_they_are_elsewhere(sizes):
+    trace, said = in_place(), []
+    for like in (None, trace):
+        with pytest.raises(TraceError) as error:
+            sized(trace, like, **sizes)
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+def test_other_sizes_of_one_structure_run_as_traces_of_their_own():
+    trace = in_place()
+    for workspace in ([8, 0, 24, 0], [0, 0, 24, 0], [0, 16, 0, 8], [8, 0, 24, 0]):
+        for tensors in ({}, {"w": 512, "w_": 512, "y": 0}):
+            ops = {"workspace": workspace, "flops": [2 * n for n in workspace]}
+            other = sized(trace, trace, ops, **tensors)
+            assert other.structure is trace.structure
+            assert replay(Plan(other), MACHINE) == replay(Plan(alone(other)), MACHINE, fast=False)
+
+
 # ---- shared plans --------------------------------------------------------------------------------
 
 
@@ -101,11 +162,13 @@ def test_a_shared_plan_is_the_one_that_each_size_would_get(policy):
         assert plan.decides_as(own)
         assert (plan.keep_dead, plan.notes) == (own.keep_dead, own.notes)
         assert plan.trace.origin == own.trace.origin
-        assert replay(plan, MACHINE) == replay(own, MACHINE)
+        assert replay(plan, MACHINE) == replay(own, MACHINE) == replay(own, MACHINE, fast=False)
+        assert replay(Plan(trace), MACHINE) == replay(Plan(alone(trace)), MACHINE, fast=False)
         assert chosen.plan(problem_for(trace, MACHINE)) is plan  # replays know it again
         made.append(plan)
     assert made[2].actions is made[1].actions
     assert made[3].actions is made[1].actions
+    assert made[3].trace.structure is made[2].trace.structure
 
 
 def test_plans_of_other_parameters_and_those_that_look_at_times_are_not_mixed_up():

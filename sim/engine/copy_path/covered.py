@@ -67,7 +67,7 @@ def _waits_for_pressure(plan: Plan) -> bool:
 
 def program_of(prepared: Prepared, resolved: Resolved) -> Program | None:
     """What the device does, kept with the plan; None where its actions are not all for this path."""
-    kept = resolved.anchored.copied
+    kept = resolved.made.copied
     if not kept:
         kept.append(_program(prepared, resolved) if _are_covered(prepared, resolved) else None)
     known: Program | None = kept[0]
