@@ -195,9 +195,14 @@ def read_config(config: str | Path | Mapping[str, Any] | HasDict) -> Config:
     contain a JSON object, and NotBuiltIn for a model that no family here has.
     """
     if isinstance(config, (str, Path)) and config_file(config) is None:
-        name = HUB_NAMES.get(str(config), str(config))
-        return _Reader(_tables()[name], name, own=True).config(name)
+        return _named(HUB_NAMES.get(str(config), str(config)))
     return parse_config(*read_values(config))
+
+
+@cache
+def _named(name: str) -> Config:
+    """The configuration of a model that ships with the package."""
+    return _Reader(_tables()[name], name, own=True).config(name)
 
 
 def read_values(config: str | Path | Mapping[str, Any] | HasDict) -> tuple[Mapping[str, Any], str, str]:

@@ -137,7 +137,11 @@ class Symbols:
         value[: len(sizes)] = sizes
         for place, step in enumerate(self.steps):
             if step is not None:
-                value[place] = step.operation(*[value[i] for i in step.operands])
+                operation, operands = step
+                if len(operands) == 2:  # as most have
+                    value[place] = operation(value[operands[0]], value[operands[1]])
+                else:
+                    value[place] = operation(*[value[i] for i in operands])
         holds = all(
             operation(*[value[i] for i in operands]) == seen for (operation, operands), seen in self.conditions.items()
         )
@@ -331,14 +335,19 @@ class Formulas:
             for key, rows in builder.sized.items()
         }
         self._counted = builder.sized["counted"]
-        self._shape_of, self._shapes = {}, list[tuple[Any, ...]]()
+        shape_of, self._shapes = dict[int, int](), list[tuple[Any, ...]]()
         known: dict[tuple[Any, ...], int] = {}
         for row, shape in builder.shapes.items():
             key = tuple((each.place,) if type(each) is Size else each for each in shape)
             if key not in known:
                 known[key] = len(self._shapes)
                 self._shapes.append(key)
-            self._shape_of[row] = known[key]
+            shape_of[row] = known[key]
+        fixed = {row: shape for row, shape in trace.tensor_columns.shape.items() if row not in shape_of}
+        self._fixed_shapes = list(fixed.values())
+        place = {**shape_of, **{row: len(self._shapes) + i for i, row in enumerate(fixed)}}
+        self._shape_rows = list(trace.tensor_columns.shape)
+        self._shape_places = [place[row] for row in self._shape_rows]
 
     def at(self, batch: int, sequence: int) -> Trace | None:
         """The trace for these sizes; None where a condition does not hold, or a number is too large for a trace."""
@@ -349,12 +358,13 @@ class Formulas:
             return None  # who builds it as ever says which; a division may be by what a condition rules out
 
     def _filled(self, numbers: Sequence[int]) -> Trace:
-        shapes = [tuple(numbers[n[0]] if type(n) is tuple else n for n in shape) for shape in self._shapes]
+        shapes = [tuple([numbers[n[0]] if type(n) is tuple else n for n in shape]) for shape in self._shapes]
+        shapes += self._fixed_shapes
         old, ops = self.trace.tensor_columns, self.trace.op_columns
         tensors = replace(
             old,
             bytes=self._columns["tensor"].filled(old.bytes, numbers),
-            shape={**old.shape, **{row: shapes[which] for row, which in self._shape_of.items()}},
+            shape=dict(zip(self._shape_rows, map(shapes.__getitem__, self._shape_places), strict=True)),
         )
         columns: dict[str, Any] = {
             key: self._columns[key].filled(getattr(ops, key), numbers) for key in ("flops", "bytes", "workspace")

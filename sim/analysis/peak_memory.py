@@ -76,8 +76,16 @@ def peak_bytes(log: EventLog) -> dict[str, int]:
 
 
 def _peaks(log: EventLog) -> dict[str, int]:
-    tiers, delta = log.change("tier")[_held(log)], log.change("delta")[_held(log)]
-    return {tier.name: int(np.cumsum(delta[tiers == i]).max(initial=0)) for i, tier in enumerate(log.platform.tiers)}
+    rows = _held(log)
+    tiers, delta, names = (
+        log.change("tier")[rows],
+        log.change("delta")[rows],
+        [tier.name for tier in log.platform.tiers],
+    )
+    peaks = dict.fromkeys(names, 0)
+    for i in np.flatnonzero(np.bincount(tiers)).tolist():
+        peaks[names[i]] = int(np.cumsum(delta[tiers == i]).max(initial=0))
+    return peaks
 
 
 def _held(log: EventLog) -> Ints:
@@ -88,6 +96,8 @@ def _held(log: EventLog) -> Ints:
 
 def _find_held(log: EventLog) -> Ints:
     cause = log.change("cause")
+    if not (cause == CALLED_OFF).any():
+        return np.arange(len(cause))
     homes = [log.platform.tier_ids[log.platform.home(device).name] for device in range(log.platform.devices)]
     ended = np.flatnonzero((cause == CALLED_OFF) & ~np.isin(log.change("tier"), homes))
     if not len(ended):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from sim.hardware.cost import peak_dtype
 from sim.hardware.platform import Platform
 from sim.trace.graph import Trace
@@ -9,10 +11,13 @@ from sim.trace.graph import Trace
 
 def stand_in(trace: Trace, platform: Platform) -> tuple[str, str]:
     """The type of most FLOPs that no measured time replaces, "" for none, and the one whose peak prices them."""
-    flops: dict[str, int] = {}
-    columns = trace.op_columns
-    for dtype, count, measured in zip(columns.dtype, columns.flops.tolist(), columns.duration.tolist(), strict=True):
-        if dtype and count and measured < 0:
-            flops[dtype] = flops.get(dtype, 0) + count
+    columns, (types, which) = trace.op_columns, trace.op_types
+    counts = np.flatnonzero((columns.flops != 0) & (columns.duration < 0))
+    codes, first = np.unique(which[counts], return_index=True)
+    flops = {  # in the order of their first ops, and in Python, where no sum is too large
+        types[code]: sum(columns.flops[counts[which[counts] == code]].tolist())
+        for code in codes[np.argsort(first)].tolist()
+        if types[code]
+    }
     main = max(flops, key=lambda dtype: flops[dtype], default="")
     return main, peak_dtype(platform.main_engine(0), main) if main else ""

@@ -156,6 +156,8 @@ def load(name: str | Policy | type[Policy], **parameters: Any) -> Policy:
             key = next(iter(parameters))
             raise PolicyError(f"policy {name!r}: {key}: give it to the part that has it, as in 'rotor({key}=…)'")
         return Composition(parts=tuple(Part(_loaded(part.name, part.parameters), part.selector) for part in parts))
+    if isinstance(name, Policy) and not parameters:
+        return _made(label(name), lambda: name)
     if isinstance(name, Policy):
         known = _known(type(name), label(name), parameters)
         return _made(label(name), lambda: dataclasses.replace(name, **known))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sim.plan import Action, Plan, Problem
 from sim.policies.base import Policy
 from sim.trace.graph import Trace
-from sim.trace.kept import MOST_COMMON, had_in_common, kept
-from sim.trace.origin import Origin
+from sim.trace.kept import MOST_COMMON, had_in_common, kept, kept_together
 
 
 class _Decided(NamedTuple):
@@ -28,7 +26,9 @@ class _Decided(NamedTuple):
     def over(self, trace: Trace) -> Plan:
         """The plan for a trace of the same structure."""
         if self.like is not None:
-            trace = _released_as(self.like, trace)
+            released = trace.released_as(self.like)
+            kept_together(trace, released, "times")  # an op takes the same time wherever tensors are released
+            trace = released
         return Plan(trace, self.actions, self.place, keep_dead=self.keep_dead, notes=self.notes)
 
 
@@ -36,23 +36,10 @@ def _decided(plan: Plan, trace: Trace) -> _Decided:
     """What a plan for a trace decides, which is the same for all of its structure."""
     like = None
     if plan.trace is not trace:
-        like = _released_as(plan.trace, trace)  # a copy, since what is derived from a trace is kept as long as it is
+        like = trace.released_as(plan.trace)  # a copy, since what is derived from a trace is kept as long as it is
         like.derive()
     had_in_common(plan.trace.structure, plan.actions)
     return _Decided(tuple(plan.actions), plan.place, plan.keep_dead, plan.notes, like)
-
-
-def _released_as(like: Trace, trace: Trace) -> Trace:
-    """A trace with the release points of another one, from which it differs in sizes alone otherwise."""
-    return Trace(
-        trace.tensor_columns,
-        dataclasses.replace(trace.op_columns, releases=like.op_columns.releases),
-        outputs=trace.outputs,
-        carry=trace.carry,
-        meta=trace.meta,
-        origin=Origin.identity(trace),
-        like=like,
-    )
 
 
 def shared(policy: Policy, problem: Problem, make: Callable[[], Plan]) -> Plan:

@@ -15,7 +15,8 @@ import hashlib
 import json
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -64,6 +65,7 @@ took longer than the study allows."""
 KEPT_OPS = 50_000  # of traces, of reference runs, of solvers' plans; the last one of each is kept however large
 KEPT_PLATFORMS = 256
 COLLECT_EVERY = 250_000  # ops run between two sweeps of the garbage collector
+LEAST_OPS = 500  # as how many each cell counts at least
 
 
 class Bench:
@@ -78,6 +80,13 @@ class Bench:
         self._bounds = Kept(KEPT_OPS)
         self._plans = Kept(KEPT_OPS)
         self._ops = 0
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Within, nothing but this searches for garbage, every `COLLECT_EVERY` ops: most of what a cell makes is kept,
+        and each search passes over it."""
+        with uncollected():
+            yield
 
     def run(self, task: Task) -> Outcome:
         """`row`, the same in every run, and `ran`, which varies: `wall_s`, `plan_s`, a traceback."""
@@ -132,7 +141,7 @@ class Bench:
             (trace_key, platform_key), lambda: _reference(trace, platform), lambda made: _ops(trace) if made[0] else 1
         )
         known["unconstrained_peak_bytes"] = peak
-        self._ops += _ops(trace)
+        self._ops += max(_ops(trace), LEAST_OPS)
         budget = task["budget"]
         if isinstance(budget, str):
             if peak is None:

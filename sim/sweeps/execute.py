@@ -66,8 +66,9 @@ class Inline:
         if any(job.limit_s is not None for job in jobs):
             raise TiersimError("a time limit needs processes that can be ended: Local(1) instead of Inline()")
         bench = Bench()
-        for job in jobs:
-            yield job.id, bench.run(job.task)
+        with bench.collecting():
+            for job in jobs:
+                yield job.id, bench.run(job.task)
 
 
 def killed(how: str) -> Outcome:

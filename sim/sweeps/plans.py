@@ -35,6 +35,11 @@ class _Remembering(Policy):
     machine: Any
     limits: Any
 
+    @property
+    def text(self) -> str:
+        """How messages call it."""
+        return type(self).__name__
+
     def plan(self, problem: Problem) -> Plan:
         """See `Policy`.
 

@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+from contextlib import nullcontext
 from importlib import import_module
 
 
@@ -33,10 +34,11 @@ def main(idle_s: float | None, bench: str) -> None:
     try:
         out.write(sources_stamp().encode() + b"\n")
         out.flush()
-        while True:
-            outcome = runs.run(json.loads(tasks.get(timeout=idle_s)))
-            out.write(json.dumps(outcome).encode() + b"\n")
-            out.flush()
+        with getattr(runs, "collecting", nullcontext)():
+            while True:
+                outcome = runs.run(json.loads(tasks.get(timeout=idle_s)))
+                out.write(json.dumps(outcome).encode() + b"\n")
+                out.flush()
     except (BrokenPipeError, queue.Empty):  # the driver has ended, or needs it no longer
         os._exit(0)
 

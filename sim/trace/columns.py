@@ -24,6 +24,9 @@ FROM_READS_AND_WRITES = (
 FROM_STRUCTURE = ("op_types", "view_of", "released", "unbound", "held_until", "devices", "_op_ids", "of_one_size")
 """What else is derived from all but sizes."""
 
+FROM_SIZES = ("touched", "counted_flops")
+"""What is derived from sizes, but not from where the program releases tensors."""
+
 T = TypeVar("T")
 A = TypeVar("A", bound=NDArray[Any])
 Ints = NDArray[np.int64]

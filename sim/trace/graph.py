@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.trace import validity
-from sim.trace.columns import FROM_STRUCTURE, Graph, OpColumns, TensorColumns
+from sim.trace.columns import FROM_SIZES, FROM_STRUCTURE, Graph, OpColumns, TensorColumns
 from sim.trace.origin import Origin
 from sim.trace.tensor import ROLE_CODE
 
@@ -75,31 +76,53 @@ class Trace(Graph):
             self._share(like)
         self.meta: Mapping[str, Any] = MappingProxyType(dict(meta or {}))
         self.origin = origin
-        self.outputs: tuple[int, ...]
-        self.carry: tuple[tuple[int, int], ...]
+        self.outputs: tuple[int, ...] = () if like is None else like.outputs
+        self.carry: tuple[tuple[int, int], ...] = () if like is None else like.carry
         self._structure: Structure | None = None
         if like is None or meta is not like.meta:
             validity.check_meta(self.meta)
-        if like is not None and outputs is like.outputs and carry is like.carry:
-            self.outputs, self.carry = like.outputs, like.carry
-            if self._differs_in_sizes_alone(like):
-                self._take_over(like, FROM_STRUCTURE)
-                self._structure = like.structure
-                self._structure.is_shared = True
-                if validity.sizes_are_possible(self):  # all else has been checked; if not, what follows says why
-                    return
+        has_ends = like is not None and outputs is like.outputs and carry is like.carry
+        if like is not None and has_ends and self._differs_in_sizes_alone(like):
+            self._take_over(like, FROM_STRUCTURE)
+            self._structure = like.structure
+            self._structure.is_shared = True
+            if validity.sizes_are_possible(self):  # all else has been checked; if not, what follows says why
+                return
         if like is None or not self.has_other_releases_alone(like):
             validity.check_graph(self)
-        self.outputs = self._default_outputs() if outputs is None else tuple(int(t) for t in outputs)
-        named = tuple((int(a), int(b)) for a, b in carry or ())
-        validity.check_range(self, [*self.outputs, *(t for pair in named for t in pair)])
-        self.carry = self._default_carry() if carry is None else named
+        if has_ends:
+            validity.check_range(self, self.outputs, self.carry)
+        else:
+            self._end(outputs, carry)
         validity.check_ends(self, self.outputs, self.carry)
         validity.check_releases(self, self.outputs)
         validity.check_unbinds(self)
-        if like is not None and self._structure is None and self._differs_in_sizes_alone(like):
+        if like is not None and not has_ends and self._differs_in_sizes_alone(like):
             self._structure = like.structure
             self._structure.is_shared = True
+
+    def _end(self, outputs: Sequence[int] | None, carry: Sequence[tuple[int, int]] | None) -> None:
+        """Set what is kept and carried."""
+        self.outputs = self._default_outputs() if outputs is None else tuple(int(t) for t in outputs)
+        named = tuple((int(a), int(b)) for a, b in carry or ())
+        validity.check_range(self, self.outputs, named)
+        self.carry = self._default_carry() if carry is None else named
+
+    def released_as(self, like: Trace) -> Trace:
+        """This trace with the release points of another one, from which it differs in sizes alone otherwise."""
+        new = Trace(
+            self.tensor_columns,
+            replace(self.op_columns, releases=like.op_columns.releases),
+            outputs=self.outputs,
+            carry=self.carry,
+            meta=self.meta,
+            origin=Origin.identity(self),
+            like=like,
+        )
+        for name in FROM_SIZES:
+            getattr(self, name)
+        new._take_over(self, FROM_SIZES)
+        return new
 
     @property
     def structure(self) -> Structure:

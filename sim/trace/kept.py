@@ -32,6 +32,14 @@ def kept(trace: Trace | Structure, name: str, key: Hashable, make: Callable[[], 
     return known[key]
 
 
+def kept_together(trace: Trace, other: Trace, name: str) -> None:
+    """Have two traces keep what is derived under a name together, since it is the same for both.
+
+    other: a new one, for which nothing is kept yet.
+    """
+    vars(other)[f"_{name}"] = vars(trace).setdefault(f"_{name}", OrderedDict())
+
+
 def in_common(structure: Structure, thing: object, name: str, key: Hashable, make: Callable[[], Derived]) -> Derived:
     """What `make` derives from a structure and a thing that is `had_in_common`; for another thing it is made each time.
 

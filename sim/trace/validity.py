@@ -193,9 +193,9 @@ def _check_across_devices(trace: Graph, reader: Ints, overwritten_by: Ints) -> N
             )
 
 
-def check_range(trace: Graph, ids: Sequence[int]) -> None:
+def check_range(trace: Graph, outputs: Sequence[int], carry: Sequence[tuple[int, int]]) -> None:
     """Raise TraceError unless the outputs and the carried tensors are tensors of the trace."""
-    count = len(trace.tensor_columns.name)
+    ids, count = [*outputs, *(t for pair in carry for t in pair)], len(trace.tensor_columns.name)
     if ids and (min(ids) < 0 or max(ids) >= count):
         raise TraceError(f"outputs or carry: a tensor id is out of range 0..{count - 1}")
 
