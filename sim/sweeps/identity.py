@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -33,6 +33,9 @@ APART = ("sim.report", "sim.pages", "sim.commands", "sim.sweeps")
 """Modules that show figures or distribute cells but compute none; followed only if named in `ENGINE`."""
 
 WORKLOADS = ("workloads.steps", "sim.trace.io")
+BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
+"""Where a statement has others; expressions have none."""
+
 LIBRARIES = ("simpy", "numpy")
 SOLVER_LIBRARIES = ("scipy", "ortools")
 
@@ -144,7 +147,7 @@ def _root(package: str) -> Path | None:
 def _imports(path: Path) -> tuple[str, ...]:
     """Names that a file imports of this program: those inside functions included, those for types only excluded."""
     names: set[str] = set()
-    for node in _nodes(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _statements(ast.parse(path.read_text(encoding="utf-8")).body):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -152,12 +155,14 @@ def _imports(path: Path) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name.partition(".")[0] in PACKAGES))
 
 
-def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
+def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """All statements, those inside others included, but for those that only type checkers read."""
+    for node in body:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
         yield node
-        yield from _nodes(node)
+        for inside in BODIES:
+            yield from _statements(getattr(node, inside, ()))
 
 
 def _releases(libraries: tuple[str, ...]) -> Mapping[str, str]:

@@ -1,5 +1,6 @@
 """Studies: lists, crossed; every mistake at once; an identity that changes with all that the answer depends on."""
 
+import ast
 import importlib.resources
 import itertools
 import re
@@ -7,13 +8,75 @@ from pathlib import Path
 
 import pytest
 
-from sim.sweeps import StudyError, load_study, run_sweep
+from sim.sweeps import StudyError, identity, load_study, run_sweep
 from sim.sweeps.identity import source_hash
 from sim.units import parse_rate
 
 
 def labels(study, *names):
     return [tuple(cell.labels[name] for name in names) for cell in load_study(study).cells()]
+
+
+NESTED = """
+from sim import a
+
+if TYPE_CHECKING:
+    from sim import for_types
+else:
+    from sim import other_than_types
+
+class Class:
+    from sim import b
+
+    async def method(self, value=lambda: 1):
+        async with value:
+            import sim.c, os
+        try:
+            from sim import d
+        except* OSError:
+            from sim import e
+        else:
+            from sim import f
+        finally:
+            from sim import g
+        match value:
+            case [_] if value:
+                from sim import h
+        for _ in value:
+            if value:
+                pass
+            elif not value:
+                from sim import i
+        else:
+            while value:
+                from sim import j
+            else:
+                from sim import k
+        return [lambda: value for _ in value]
+"""
+
+
+def test_an_import_counts_wherever_it_stands(tmp_path):
+    path = tmp_path / "nested.py"
+    path.write_text(NESTED)
+    names = {"sim", "sim.c", *(f"sim.{name}" for name in "abdefghijk")}
+    assert set(identity._imports(path)) == names  # what an `if TYPE_CHECKING` has beside the types is left out, too
+
+
+class NotForTypes(ast.NodeTransformer):
+    def visit_If(self, node):
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def test_each_module_imports_what_a_walk_over_its_whole_syntax_tree_finds():
+    for path in sorted(Path(identity.__file__).parents[1].rglob("*.py")):
+        found = set()
+        for node in ast.walk(NotForTypes().visit(ast.parse(path.read_text()))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        assert set(identity._imports(path)) == {name for name in found if name.split(".")[0] in ("sim", "workloads")}
 
 
 def test_the_smallest_study_is_plain_lists(tmp_path):
