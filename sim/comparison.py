@@ -53,6 +53,7 @@ class Comparison:
     attempts: of those that do not what ran until then, by label, where anything ran.
     left_out: policies that were not run -> the reason.
     notes: what to know of how they were run, a line each.
+    views: saved views of runs (`sim.views`), by label, where other processes have made them.
     bound: the least time that any plan of a class takes; None where it was not asked for. Rows that fit have
         `bound_ns`, `above_bound`, by how much a run of that class exceeds it, and `outside_bound`, why another is none.
     """
@@ -65,6 +66,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     bound: LowerBound | None = None
     attempts: Mapping[str, Result] = field(default_factory=dict)
+    views: Mapping[str, bytes] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         fitting = sum(row["fits"] is True for row in self.rows)
@@ -176,6 +178,7 @@ def compare(
     bound: bool = True,
     time_limit_s: float | None = None,
     most_actions: int | None = None,
+    views: bool = False,
 ) -> Comparison:
     """Run policies on one trace, platform and budget.
 
@@ -199,6 +202,7 @@ def compare(
         limit, policies by file, and registered ones, run in another process, which is ended if they take no
         interruption.
     most_actions: how many actions its plan may have, None for 10,000 and 50 per op.
+    views: whether other processes also prepare what report pages show of each run, as saving the comparison needs it.
 
     Raises PolicyError for an unknown name or parameter, TiersimError for fewer than one process or a wrong seed or
     limit, before anything runs; Interrupted on Ctrl-C, with the rows so far.
@@ -209,7 +213,9 @@ def compare(
         raise TiersimError(f"jobs: value {jobs}: expected at least 1")
     trace, machine = (trace, to_platform(platform)) if parallel is None else lay_out(trace, platform, parallel)
     budget = None if budget is None else budget_of(budget, trace, machine)
-    setting = Setting(trace, machine, budget, seed, iterations, recompute_limit, find_floor, time_limit_s, most_actions)
+    setting = Setting(
+        trace, machine, budget, seed, iterations, recompute_limit, find_floor, time_limit_s, most_actions, views
+    )
     requests = [_request(each) for each in _listed(policies)]
     work = _Work(setting, requests, apply_all=policies is not None, on_progress=on_progress, bound=bound)
     try:
@@ -328,6 +334,7 @@ class _Work:
         rows: list[Row] = []
         results: dict[str, Result] = {}
         attempts: dict[str, Result] = {}
+        views: dict[str, bytes] = {}
         left_out: dict[str, str] = {}
         for i, request in enumerate(self.requests):
             answer = self.answers.get(i)
@@ -344,8 +351,12 @@ class _Work:
                     results[request.label] = answer.result
                 if answer.attempt is not None:
                     attempts[request.label] = answer.attempt
+                if answer.view is not None:
+                    views[request.label] = answer.view
         setting, notes = self.setting, tuple(sorted(self.notes))
-        return Comparison(setting.trace, setting.platform, tuple(rows), results, left_out, notes, attempts=attempts)
+        return Comparison(
+            setting.trace, setting.platform, tuple(rows), results, left_out, notes, attempts=attempts, views=views
+        )
 
 
 SLOWLY = "plans slowly: name it to run it"

@@ -144,7 +144,7 @@ def write_comparison(
     figures: the format in which to draw the comparison and the fastest run, "" for not at all.
     """
     from sim.report.table import comparison_csv
-    from sim.views import row_view, write_view
+    from sim.views import packed_view, row_view, write_packed
 
     written = [
         write_text(folder / "comparison.csv", comparison_csv(comparison.rows)),
@@ -156,8 +156,9 @@ def write_comparison(
     written.append(write_text(folder / "comparison.json", to_json(record) + "\n"))
     ran = {**comparison.attempts, **comparison.results}
     for i, row in enumerate(comparison.rows):
-        if row["policy"] in ran:
-            written.append(write_view(ran[row["policy"]], row_view(folder, i), title=row["policy"]))
+        if (name := row["policy"]) in ran:
+            packed = comparison.views.get(name) or packed_view(ran[name], title=name)
+            written.append(write_packed(packed, row_view(folder, i)))
     if figures:
         from sim.report.draw import save_figure
 

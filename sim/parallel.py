@@ -118,11 +118,21 @@ class Bench:
         with uncollected():
             found = answer(label, policy, setting)
         try:
+            if setting.views:
+                found = _with_view(found, label)
             data = _packed(found, setting, policy)
         except Exception as error:
             return {"why": _line(error)}
         (folder / f"answer-{i}").write_bytes(data)
         return {"why": ""}
+
+
+def _with_view(found: Answer, label: str) -> Answer:
+    """The answer with the saved view of what ran."""
+    from sim.views import packed_view
+
+    ran = found.result or found.attempt
+    return found if ran is None else replace(found, view=packed_view(ran, title=label))
 
 
 def _portable(request: Request) -> tuple[str, str | Policy, Mapping[str, Any], Mapping[str, bytes]]:

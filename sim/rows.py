@@ -45,6 +45,7 @@ class Setting:
     find_floor: bool | None = None
     time_limit_s: float | None = None
     most_actions: int | None = None
+    views: bool = False
 
     @property
     def limited(self) -> Platform:
@@ -59,12 +60,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one policy: its row, and its run if it fits; if it does not, what ran until then."""
+    """What came of one policy: its row, and its run if it fits; if it does not, what ran until then.
+
+    view: the saved view of either (`sim.views`), where another process has made it.
+    """
 
     row: Row
     result: Result | None = None
     attempt: Result | None = None
     does_not_apply: bool = False
+    view: bytes | None = None
 
 
 def answer(label: str, policy: Policy, setting: Setting) -> Answer:

@@ -43,14 +43,27 @@ def row_view(folder: Path, row: int) -> Path:
 
 def write_view(result: Result, path: Path, *, title: str = "") -> Path:
     """Save what a page shows of a run; equal runs give equal files. Raises OSError."""
+    return write_packed(packed_view(result, title=title), path)
+
+
+def write_packed(packed: bytes, path: Path) -> Path:
+    """Save a view as `packed_view` made it. Raises OSError."""
+
+    def write(file: IO[bytes]) -> None:
+        file.write(packed)
+
+    return write_aside(path, write)
+
+
+def packed_view(result: Result, *, title: str = "") -> bytes:
+    """The content of the file of a view."""
     record = {"format": FORMAT, "version": VERSION, "view": run_data(run_view(result, title=title))}
     text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
 
-    def write(file: IO[bytes]) -> None:
-        with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6) as out:
-            out.write(text)
-
-    return write_aside(path, write)
+    packed = BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", fileobj=packed, mtime=0, compresslevel=6) as out:
+        out.write(text)
+    return packed.getvalue()
 
 
 def read_view(path: Path, **about: Any) -> SavedView:

@@ -21,6 +21,7 @@ from sim.comparison import Interrupted
 from sim.errors import PolicyError, TiersimError, UnitError
 from sim.experiment import reference_run, simulate
 from sim.floors import state_in
+from sim.outputs import write_comparison
 from sim.parallel import Bench, Request, answers
 from sim.plan import Plan
 from sim.policies.base import Policy
@@ -85,6 +86,19 @@ def test_two_processes_give_the_same_bytes_as_one(budget):
         assert result.policy == one.results[name].policy
         assert result.log.trace is TRACE or result.plan.trace is result.log.trace  # shared, not copied
         assert result.reference().makespan_ns == one.results[name].reference().makespan_ns
+
+
+def test_views_are_the_same_wherever_they_are_made(tmp_path):
+    budget, folders = (STATE.bytes + PEAK) // 2, []
+    for jobs in (1, 2):
+        found = compare(TRACE, PLATFORM, ASKED, budget=budget, jobs=jobs, views=True)
+        assert found.views.keys() == ({*found.results, *found.attempts} if jobs > 1 else set())
+        folders.append(tmp_path / str(jobs))
+        write_comparison(found, folders[-1], about={}, text="")
+    one, two = ({path.name: path.read_bytes() for path in (each / "views").iterdir()} for each in folders)
+    assert len(one) == len(found.views) > 2
+    assert two == one
+    assert compare(TRACE, PLATFORM, ["keep_all"], jobs=2).views == {}
 
 
 def test_a_policy_that_another_process_cannot_load_runs_in_this_one_and_the_comparison_says_so():

@@ -58,6 +58,15 @@ def stalls_by_op(log: EventLog, device: int | None = None) -> pd.DataFrame:
     """One row per op and cause, longest first: `op`, `cause`, `stall_ns`, `stalls` (how many)."""
     import pandas as pd
 
+    rows = stall_rows(log, device)
+    op, cause, ns, count = ([row[i] for row in rows] for i in range(4))
+    return pd.DataFrame(
+        {"op": op, "cause": cause, "stall_ns": np.array(ns, np.int64), "stalls": np.array(count, np.int64)}
+    )
+
+
+def stall_rows(log: EventLog, device: int | None) -> list[tuple[str, str, int, int]]:
+    """The same rows as tuples. device: None for all."""
     rows = on_main(log, device) & (log.interval("why") == STALL)
     op, cause = log.interval("op")[rows], log.interval("cause")[rows]
     order = np.lexsort((cause, op))
@@ -67,11 +76,6 @@ def stalls_by_op(log: EventLog, device: int | None = None) -> pd.DataFrame:
     count = np.diff(first, append=len(ns))
     longest = np.lexsort((cause[first], op[first], -total))
     names, chosen = log.trace.op_columns.name, first[longest]
-    return pd.DataFrame(
-        {
-            "op": [names[each] if each >= 0 else "" for each in op[chosen].tolist()],
-            "cause": [STALLS[each] for each in cause[chosen].tolist()],
-            "stall_ns": total[longest],
-            "stalls": count[longest],
-        }
-    )
+    ops = [names[each] if each >= 0 else "" for each in op[chosen].tolist()]
+    causes = [STALLS[each] for each in cause[chosen].tolist()]
+    return list(zip(ops, causes, total[longest].tolist(), count[longest].tolist(), strict=True))

@@ -218,6 +218,7 @@ def _compare(options: dict[str, Any], command: str) -> None:
             bound=options["bound"],
             time_limit_s=options["time_limit"],
             most_actions=options["most_actions"],
+            views=folder is not None,
             on_progress=told(),
         )
     except Interrupted as stop:

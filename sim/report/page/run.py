@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sim.analysis.peak_memory import peak_memory
-from sim.analysis.stalls import stalls_by_op
+from sim.analysis.stalls import stall_rows
 from sim.analysis.traffic import traffic
 from sim.log import STALLS, WHYS, EventLog, Ints
 from sim.report.error_bars import error_lines
@@ -138,7 +138,7 @@ def run_data(view: RunView | SavedView) -> dict[str, Any]:
         },
         "lanes": _lanes(log),
         "tiers": [_tier(log, number) for number in range(len(platform.tiers))],
-        "stalls": stalls_by_op(log)[["op", "cause", "stall_ns", "stalls"]].to_numpy().tolist(),
+        "stalls": [list(row) for row in stall_rows(log, None)],
         "traffic": [[t.link, t.bytes, t.transfers, t.busy_ns, t.busy, t.utilisation] for t in traffic(log)],
     }
 
