@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
@@ -270,6 +270,10 @@ class TraceBuilder:
     def note(self, key: str, row: int, value: Any) -> None:
         """Set a sparse field, one that few tensors or ops have, of an existing row."""
         self._sparse[key][row] = value
+
+    def note_all(self, key: str, values: Iterable[tuple[int, Any]]) -> None:
+        """Set a sparse field of existing rows, each given with its value."""
+        self._sparse[key].update(values)
 
     def copy_op(self, op: Op, **changes: Any) -> int:
         """Append a copy of `op` with some fields changed; `views` only where it has as many reads and writes.

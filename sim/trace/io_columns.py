@@ -6,8 +6,9 @@ nothing and leaves the lines to the line-by-line path, which can say which line 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -156,10 +157,12 @@ def _take_tensors(content: Content, table: Table | Scan) -> None:
         "role": table.codes("role", ROLE_CODE, "activation"),
     }
     dtypes = table.texts("dtype", content.texts)
-    shapes = [(i, _shape(content, shape)) for i, shape in table.sparse("shape")]
-    reasons = [(i, _text(content, reason)) for i, reason in table.sparse("saved_for")]
-    shape_of = dict(shapes)
-    axes = [(i, _axes(content, names, shape_of.get(i, ()))) for i, names in table.sparse("axes")]
+    shapes = _each_once(lambda shape: _shape(content, shape), table.sparse("shape"))
+    reasons = _each_once(lambda reason: _text(content, reason), table.sparse("saved_for"))
+    axes = _each_once(lambda axes: _axes(content, axes), table.sparse("axes"))
+    of_shape = {i: len(shape) for i, shape in shapes}
+    if any(len(each) != of_shape.get(i, 0) for i, each in axes):
+        raise Unusual
     deferred = table.sparse("replaces")
     if any(old is None for _, old in deferred) or not all(reason for _, reason in reasons):
         raise Unusual
@@ -167,8 +170,7 @@ def _take_tensors(content: Content, table: Table | Scan) -> None:
     content.tensor_ids.update(zip(names, range(first, first + len(names)), strict=True))
     content.produced.extend(bytes(len(names)))
     for key, values in (("shape", shapes), ("axes", axes), ("saved_for", reasons)):
-        for i, value in values:
-            content.builder.note(key, first + i, value)
+        content.builder.note_all(key, ((first + i, value) for i, value in values))
     content.deferred += [(first + i, old, content.line + i + 1) for i, old in deferred]
 
 
@@ -185,19 +187,25 @@ def _take_ops(content: Content, table: Table | Scan) -> None:
     produced = np.frombuffer(content.produced, np.uint8)
     if len(distinct(writes[0])) < len(writes[0]) or produced[writes[0]].any():
         raise Unusual
-    sparse = [(key, i, _checked(content, key, value)) for key in _SPARSE for i, value in table.sparse(key)]
-    if any(key == "counted" and value <= numbers["flops"][i] for key, i, value in sparse):
+    sparse = {key: _each_once(partial(_checked, content, key), table.sparse(key)) for key in _SPARSE}
+    if any(value <= numbers["flops"][i] for i, value in sparse["counted"]):
         raise Unusual
     dtypes = table.texts("dtype", content.texts)
     first = content.builder.extend_ops(names, dtypes, numbers, reads, writes)
     content.op_ids.update(names)
     produced[writes[0]] = 1
-    for key, i, value in sparse:
-        if value:
-            content.builder.note(key, first + i, value)
+    for key, found in sparse.items():
+        content.builder.note_all(key, ((first + i, value) for i, value in found if value))
 
 
 # ---- single values -----------------------------------------------------------------------------
+
+
+def _each_once(check: Callable[[Any], Any], found: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """Lines and what a check makes of their values, called once for each object; equal ones are mostly the same."""
+    objects = {id(value): value for _, value in found}
+    checked = {key: check(value) for key, value in objects.items()}
+    return [(i, checked[id(value)]) for i, value in found]
 
 
 def _checked(content: Content, key: str, value: Any) -> Any:
@@ -239,10 +247,8 @@ def _shape(content: Content, sizes: Any) -> tuple[int, ...]:
     return known
 
 
-def _axes(content: Content, names: Any, shape: tuple[int, ...]) -> tuple[str, ...]:
-    if type(names) is not list or not _all(names, str) or len(names) != len(shape):
-        raise Unusual
-    if not {"", *AXES}.issuperset(names):
+def _axes(content: Content, names: Any) -> tuple[str, ...]:
+    if type(names) is not list or not _all(names, str) or not {"", *AXES}.issuperset(names):
         raise Unusual
     return content.axes.setdefault(tuple(names), tuple(names))
 
