@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import TraceError
 from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.kept import kept
 from sim.trace.layers import Block, blocks, op_layers
 from sim.trace.liveness import LiveSet
 from sim.trace.phases import BACKWARD, FORWARD, backward_ops, before_update, forward_ops, saved_tensors
@@ -119,17 +121,13 @@ def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain
 
 
 def _chain(trace: Trace, op_ns: Sequence[int] | Ints, least: int) -> Chain:
-    cuts, live_at = _cuts(trace)
-    ops = forward_ops(trace)
-    if len(cuts) + 1 < least:
-        raise TraceError(_breaks(trace, ops))
-    marks = [0, *(cut + 1 for cut in cuts), len(ops)]
-    stage_of = np.full(len(trace.ops) + 1, -1, np.int64)  # the last entry serves producer -1
-    for i in range(len(marks) - 1):
-        stage_of[ops[marks[i] : marks[i + 1]]] = i
-    _place_backward(trace, stage_of, live_at)
+    staged = kept(trace.structure, "staged", None, lambda: _staged(trace))
+    live_at, count = staged.live_at, len(staged.live_at) + 1
+    if count < least:
+        raise TraceError(_breaks(trace, forward_ops(trace)))
+    stage_of = staged.stage_of.copy()
+    _label(trace, backward_ops(trace), stage_of, staged.low, staged.high, live_at)
     times = np.asarray(op_ns, np.int64)
-    count = len(marks) - 1
     pricing = _Pricing(trace, stage_of, live_at, count)
     stages = tuple(pricing.stage(i, times) for i in range(count))
     size, role = trace.tensor_columns.bytes, trace.tensor_columns.role
@@ -143,19 +141,45 @@ def _chain(trace: Trace, op_ns: Sequence[int] | Ints, least: int) -> Chain:
     return Chain(stages, (*(stage.x for stage in stages), end), int(size[persistent].sum()), gradients)
 
 
+class _Staged(NamedTuple):
+    """The stages of forward, and what of backward they bound, whatever the sizes.
+
+    live_at: the tensor at each border.
+    stage_of: per op the stage of a forward one, -1 for the others; the last entry serves producer -1.
+    low, high: per backward op, in order, the first and the last stage that it may belong to.
+    """
+
+    live_at: list[int]
+    stage_of: Ints
+    low: Ints
+    high: Ints
+
+
+def _staged(trace: Trace) -> _Staged:
+    activation, ops = activations(trace), forward_ops(trace)
+    cuts, live_at = _cuts(trace, activation)
+    marks = [0, *(cut + 1 for cut in cuts), len(ops)]
+    stage_of = np.full(len(trace.ops) + 1, -1, np.int64)
+    for i in range(len(marks) - 1):
+        stage_of[ops[marks[i] : marks[i + 1]]] = i
+    return _Staged(live_at, stage_of, *_spans_of_backward(trace, activation, stage_of.tolist(), live_at))
+
+
 def activations(trace: Trace) -> NDArray[np.bool_]:
     """Whether each tensor is an activation: produced in forward, and not from weights or constants alone.
 
     The result of an op without reads is a constant (a mask, positions), unless the trace has no input at all.
     """
-    role, c = trace.tensor_columns.role, trace.op_columns
-    alive = (trace.producer < 0) & ~np.isin(role, PERSISTENT)
-    has_input = bool((alive & (trace.read_counts > 0)).any())
+    given = (trace.producer < 0) & ~np.isin(trace.tensor_columns.role, PERSISTENT)
+    has_input = bool((given & (trace.read_counts > 0)).any())
+    alive, all_reads, all_writes = given.tolist(), trace.distinct_reads, trace.all_writes
     for op in forward_ops(trace).tolist():
-        reads = c.read_ids[c.read_start[op] : c.read_start[op + 1]]
-        if alive[reads].any() or not (len(reads) or has_input):
-            alive[c.write_ids[c.write_start[op] : c.write_start[op + 1]]] = True
-    return alive & (trace.producer >= 0)
+        reads = all_reads[op]
+        if any(alive[t] for t in reads) or not (reads or has_input):
+            for t in all_writes[op]:
+                alive[t] = True
+    found: NDArray[np.bool_] = np.array(alive, np.bool_) & (trace.producer >= 0)
+    return found
 
 
 def _spans(trace: Trace, ops: Ints, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
@@ -180,10 +204,10 @@ def _alone(ids: Ints, produced: Ints, last: Ints, positions: int) -> Ints:
     return np.where(np.cumsum(count) == 1, np.cumsum(total), -1)[:positions]
 
 
-def _cuts(trace: Trace) -> tuple[list[int], list[int]]:
+def _cuts(trace: Trace, activation: NDArray[np.bool_]) -> tuple[list[int], list[int]]:
     """The positions in the forward order after which a stage ends, and the tensor that is live at each."""
     ops = forward_ops(trace)
-    alone = _alone(*_spans(trace, ops, activations(trace)), max(len(ops) - 1, 0))
+    alone = _alone(*_spans(trace, ops, activation), max(len(ops) - 1, 0))
     # a tensor that is overwritten in place cannot be a checkpoint, and its bytes belong to the one that overwrites it
     positions = np.flatnonzero((alone >= 0) & (trace.replaced_by[alone] < 0))
     # where the same tensor stays the only one, the stage ends at once: the ops that follow depend on weights alone
@@ -203,30 +227,32 @@ def _breaks(trace: Trace, ops: Ints) -> str:
     return f"this trace is not a chain: op {reader!r} reads {tensor!r}, which {producer!r} produced much earlier"
 
 
-def _place_backward(trace: Trace, stage_of: Ints, borders: list[int]) -> None:
-    """Assign each backward op to the stage that it differentiates: consecutive ops per stage, last stage first."""
+def _spans_of_backward(
+    trace: Trace, activation: NDArray[np.bool_], stage_of: list[int], borders: list[int]
+) -> tuple[Ints, Ints]:
+    """Per backward op the first and the last stage that it may differentiate, by what it reads and by its layer."""
     ops = backward_ops(trace)
     count, top = len(ops), len(borders)
-    low, high = np.zeros(count, np.int64), np.full(count, top, np.int64)
+    low, high = [0] * count, [top] * count
     layer_of, layers = op_layers(trace).tolist(), dict[int, tuple[int, int]]()
     for op in forward_ops(trace).tolist():
-        layer, stage = layer_of[op], int(stage_of[op])
+        layer, stage = layer_of[op], stage_of[op]
         a, b = layers.get(layer, (stage, stage))
         layers[layer] = min(a, stage), max(b, stage)
     layers.pop(-1, None)
     border = {t: i for i, t in enumerate(borders)}
     # tensors computed from weights or from nothing (a mask, rotary tables) may be read anywhere, like weights
-    activation = activations(trace)
+    is_activation, producers, phase = activation.tolist(), trace.producer.tolist(), trace.op_columns.phase.tolist()
     users: dict[int, tuple[int, int]] = {}
     for k, op in enumerate(ops.tolist()):
-        for t in trace.reads(op):
-            producer = int(trace.producer[t])
-            stage = int(stage_of[producer])
-            if activation[t]:
+        for t in trace.distinct_reads[op]:
+            producer = producers[t]
+            stage = stage_of[producer]
+            if is_activation[t]:
                 span = stage, stage + 1 if t in border else stage
-            elif producer < 0 or trace.op_columns.phase[producer] == FORWARD:
+            elif producer < 0 or phase[producer] == FORWARD:
                 if t not in users:
-                    stages = [int(stage_of[r]) for r in trace.readers(t) if trace.op_columns.phase[r] == FORWARD]
+                    stages = [stage_of[r] for r in trace.readers(t) if phase[r] == FORWARD]
                     users[t] = (min(stages), max(stages)) if stages else (0, top)
                 span = users[t]
             else:
@@ -235,10 +261,11 @@ def _place_backward(trace: Trace, stage_of: Ints, borders: list[int]) -> None:
         a, b = layers.get(layer_of[op], (0, top))
         if a <= high[k] and b >= low[k]:
             low[k], high[k] = max(low[k], a), min(high[k], b)
-    _label(trace, ops, stage_of, low, high, borders)
+    return np.array(low, np.int64), np.array(high, np.int64)
 
 
 def _label(trace: Trace, ops: Ints, stage_of: Ints, low: Ints, high: Ints, borders: list[int]) -> None:
+    """Assign each backward op to the stage that it differentiates: consecutive ops per stage, last stage first."""
     count, top = len(ops), len(borders)
     passing = trace.tensor_columns.role != ROLE_CODE["gradient"]
     ids, produced, last = _spans(trace, ops, passing)
@@ -280,6 +307,8 @@ class _Pricing:
 
     def __init__(self, trace: Trace, stage_of: Ints, borders: list[int], count: int) -> None:
         self.trace, self.borders, self.count = trace, borders, count
+        self.reads, self.writes = trace.distinct_reads, trace.all_writes
+        self.producer, self.phase = trace.producer.tolist(), trace.op_columns.phase.tolist()
         self.size = trace.tensor_columns.bytes.tolist()
         self.workspace = trace.op_columns.workspace.tolist()
         self.replaces = trace.tensor_columns.replaces.tolist()
@@ -299,7 +328,7 @@ class _Pricing:
         forward, backward = self.forward[i], self.backward[i]
         output, inputs = self.output(i), self.inputs(i)
         size, x = self.size, sum(self.size[t] for t in inputs)
-        produced = [t for op in forward for t in self.trace.writes(op) if self.counts[t]]
+        produced = [t for op in forward for t in self.writes[op] if self.counts[t]]
         saved = [t for t in produced if self.is_saved[t] or t == output]
         xbar = sum(size[t] for t in saved)
         peak_without_saving = self.forward_peak(forward, {output}) - size[output]
@@ -324,12 +353,12 @@ class _Pricing:
         """The tensor at a stage's end; for the last stage, the result of its last op that backward reads first."""
         if i < len(self.borders):
             return self.borders[i]
-        writes = self.trace.writes(self.forward[i][-1])
+        writes = self.writes[self.forward[i][-1]]
         if not writes:
             name = self.trace.op_columns.name[self.forward[i][-1]]
             raise TraceError(f"this trace is not a chain: op {name!r} ends the forward pass, but writes nothing")
         for op in self.backward[i]:
-            for t in self.trace.reads(op):
+            for t in self.reads[op]:
                 if t in writes:
                     return t
         return writes[0]
@@ -338,14 +367,14 @@ class _Pricing:
         """The tensor at the cut before a stage; for the first stage, the trace's inputs that it reads."""
         if i:
             return (self.borders[i - 1],)
-        read = dict.fromkeys(t for op in self.forward[0] for t in self.trace.reads(op))
-        return tuple(t for t in read if self.trace.producer[t] < 0 and self.counts[t])
+        read = dict.fromkeys(t for op in self.forward[0] for t in self.reads[op])
+        return tuple(t for t in read if self.producer[t] < 0 and self.counts[t])
 
     def forward_peak(self, ops: list[int], keep: set[int]) -> int:
         """Peak bytes that a stage's forward adds if only `keep` remains at its end."""
         last: dict[int, int] = {}
         for op in ops:
-            for t in (*self.trace.writes(op), *self.trace.reads(op)):
+            for t in (*self.writes[op], *self.reads[op]):
                 last[t] = op
         return self.peak(ops, (), lambda t, op: last[t] == op and t not in keep)
 
@@ -356,8 +385,8 @@ class _Pricing:
         incoming = {
             t
             for op in ops
-            for t in self.trace.reads(op)
-            if 0 <= self.trace.producer[t] < ops[0] and self.trace.op_columns.phase[self.trace.producer[t]] == BACKWARD
+            for t in self.reads[op]
+            if 0 <= self.producer[t] < ops[0] and self.phase[self.producer[t]] == BACKWARD
         }
         held = [t for t in (*saved, *incoming) if self.counts[t] and self.last_use[t] >= ops[0]]
         return self.peak(ops, held, lambda t, op: self.last_use[t] <= op)
@@ -367,8 +396,8 @@ class _Pricing:
         live = LiveSet(self.size, self.replaces, held)
         peak = live.held
         for op in ops:
-            writes = self.trace.writes(op)
+            writes = self.writes[op]
             mine = [t for t in writes if self.counts[t] and (self.replaces[t] < 0 or self.replaces[t] in live)]
             peak = max(peak, live.run(mine, self.workspace[op]))
-            live.free(t for t in (*self.trace.reads(op), *writes) if ends(t, op))
+            live.free([t for t in (*self.reads[op], *writes) if ends(t, op)])
         return peak

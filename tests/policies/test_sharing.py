@@ -21,6 +21,7 @@ from sim.policies.base import Policy
 from sim.policies.sharing import shared
 from sim.rewrites.rewriter import with_columns
 from sim.trace import Trace, TraceBuilder
+from sim.trace.chain import chain
 from sim.trace.columns import FROM_READS_AND_WRITES, FROM_STRUCTURE
 from workloads import transformer
 
@@ -149,6 +150,13 @@ def test_other_sizes_of_one_structure_run_as_traces_of_their_own():
             other = sized(trace, trace, ops, **tensors)
             assert other.structure is trace.structure
             assert replay(Plan(other), MACHINE) == replay(Plan(alone(other)), MACHINE, fast=False)
+
+
+def test_each_size_is_cut_into_the_stages_that_it_alone_would_have():
+    found = [(chain(trace, range(len(trace.ops))), chain(alone(trace), range(len(trace.ops)))) for trace in sizes()]
+    for shared_with_others, own in found:
+        assert shared_with_others == own
+    assert len({each.x for each, _ in found}) > 2
 
 
 # ---- shared plans --------------------------------------------------------------------------------
