@@ -129,11 +129,19 @@ def _inside(
     wanted, stays = set(), set()
     for op in region.forward:
         for t in index.writes[op]:
-            readers = index.trace.readers(t)
-            first = next((r for r in readers if r in undoing), len(index.reads))
-            if released[t] in undoing:
-                first = min(first, released[t])
-            leaves = any(r < first and r not in inside for r in readers)
+            readers, first, leaves = index.trace.readers(t), len(index.reads), False
+            for r in readers:
+                if r in undoing:
+                    first = r
+                    break
+            if released[t] in undoing and released[t] < first:
+                first = released[t]
+            for r in readers:  # which are in order
+                if r >= first:
+                    break
+                if r not in inside:
+                    leaves = True
+                    break
             if op in kept or t in outputs:
                 stays.add(t)
             elif first < len(index.reads):

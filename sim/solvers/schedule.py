@@ -12,15 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sim.plan import Action, Drop, Recompute
+from sim.trace.columns import slots_of
 from sim.trace.index import OverwriteTracker, TraceIndex
 from sim.trace.liveness import LiveSet
 from sim.trace.op import KIND_CODE
 
 __all__ = ["OverwriteTracker", "Reruns", "Schedule", "Step", "TraceIndex", "backward_slice", "schedule_of"]
+
+Ints = NDArray[np.int64]
 
 COLLECTIVE = KIND_CODE["collective"]
 NEVER, READ, PRODUCED = 0, 1, 2
@@ -172,11 +178,60 @@ def schedule_of(
     legal = _possible(index, reruns)
     if (meeting := _meeting(index, legal)) is not legal:
         legal = _possible(index, meeting)
-    steps: list[tuple[int, int]] = []
-    for op in range(len(index.reads)):
-        if op in legal:
-            steps += [(earlier, op) for earlier in legal[op]]
-        steps.append((op, -1))
+    ops, anchors = _in_order(len(index.reads), legal)
+    kept, drops = list(zip(ops.tolist(), anchors.tolist(), strict=True)), list[list[int]]()
+    if prune:
+        kept, drops = _pruned(index, kept)
+    else:
+        drops = _drops(index, ops, anchors)
+    if hold:
+        _put_off(kept, drops, hold)
+    if once_recomputed:
+        _let_go(index, kept, drops, once_recomputed)
+    return Schedule(index, kept, drops, hold, once_recomputed)
+
+
+def _in_order(count: int, reruns: Mapping[int, Sequence[int]]) -> tuple[Ints, Ints]:
+    """The steps of so many ops with recomputed ones before their anchors, as columns: op, and anchor or -1."""
+    before = sorted(anchor for anchor in reruns if 0 <= anchor < count)
+    anchor = np.repeat(np.array(before, np.int64), [len(reruns[each]) for each in before])
+    recomputed = np.fromiter(chain.from_iterable(map(reruns.__getitem__, before)), np.int64, len(anchor))
+    own = np.arange(count)
+    place = own + np.searchsorted(anchor, own, "right")
+    ops, anchors = np.empty(count + len(anchor), np.int64), np.full(count + len(anchor), -1)
+    again = anchor + np.arange(len(anchor))
+    ops[place], ops[again], anchors[again] = own, recomputed, anchor
+    return ops, anchors
+
+
+def _drops(index: TraceIndex, ops: Ints, anchors: Ints) -> list[list[int]]:
+    """Per step the tensors that are dropped after it: what is recomputed next, and read or released after that."""
+    start, ids = index.write_rows
+    often = np.zeros(len(index.size), np.bool_)
+    often[ids[slots_of(start, ops[anchors >= 0])]] = True  # nothing else is produced more than once
+    often &= np.array(index.droppable, np.bool_)
+    found = []
+    for start, ids in (index.read_rows, index.write_rows):
+        step, tensor = np.repeat(np.arange(len(ops)), np.diff(start)[ops]), ids[slots_of(start, ops)]
+        chosen = often[tensor]
+        found.append((step[chosen], tensor[chosen]))
+    (step, tensor), reads = map(np.concatenate, zip(*found, strict=True)), len(found[0][0])
+    last_read, released = np.full(len(often), -1), np.array(index.released)
+    last_read[tensor[:reads]] = step[:reads]  # they are in order, and the last one stays
+    last_release = np.where(released >= 0, np.flatnonzero(anchors < 0)[released], -1)
+    order = np.lexsort((step, tensor))
+    after = order[1:]
+    is_wanted = (last_read[tensor[after]] > step[after]) | (last_release[tensor[after]] >= step[after])
+    which = order[:-1][(tensor[order[:-1]] == tensor[after]) & (after >= reads) & is_wanted]
+    which = which[np.lexsort((which, step[which]))]  # of one step what is read comes first
+    drops: list[list[int]] = [[] for _ in range(len(ops))]
+    for place, dropped in zip(step[which].tolist(), tensor[which].tolist(), strict=True):
+        drops[place].append(dropped)
+    return drops
+
+
+def _pruned(index: TraceIndex, steps: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """The steps without recomputations of which nothing is read, and what is dropped after each."""
     coming = [NEVER] * len(index.size)
     wanted = [False] * len(index.size)  # whether it is read after that, or released by the program
     droppable, group = index.droppable, index.trace.op_columns.group
@@ -188,7 +243,7 @@ def schedule_of(
         if anchor < 0 and op in releases:
             for t in releases[op]:
                 wanted[t] = True
-        may_skip = prune and anchor >= 0 and op not in group
+        may_skip = anchor >= 0 and op not in group
         if may_skip and all(coming[t] == PRODUCED or not wanted[t] for t in writes):
             continue
         kept.append((op, anchor))
@@ -197,13 +252,7 @@ def schedule_of(
             coming[t] = PRODUCED if wanted[t] else NEVER
         for t in reads:
             coming[t], wanted[t] = READ, True
-    kept.reverse()
-    drops.reverse()
-    if hold:
-        _put_off(kept, drops, hold)
-    if once_recomputed:
-        _let_go(index, kept, drops, once_recomputed)
-    return Schedule(index, kept, drops, hold, once_recomputed)
+    return kept[::-1], drops[::-1]
 
 
 def _put_off(steps: Sequence[tuple[int, int]], drops: Sequence[list[int]], hold: Mapping[int, int]) -> None:

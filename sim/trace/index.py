@@ -13,13 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.trace.graph import Trace
 from sim.trace.liveness import freeable, uses
 from sim.trace.op import COMMUNICATION, KIND_CODE
 from sim.trace.tensor import ROLE_CODE
+
+Ints = NDArray[np.int64]
 
 GRADIENT = ROLE_CODE["gradient"]
 
@@ -48,6 +52,16 @@ class TraceIndex:
         self.overwritten: list[int] = np.flatnonzero(replaced >= 0).tolist()
         self.uses: list[int] = uses(trace).tolist()
         self.freeable: list[bool] = freeable(trace).tolist()
+
+    @cached_property
+    def read_rows(self) -> tuple[Ints, Ints]:
+        """What each op reads as columns: per op its first entry, with their number at the end, and the entries."""
+        return _rows(self.reads)
+
+    @cached_property
+    def write_rows(self) -> tuple[Ints, Ints]:
+        """The same of what each op writes."""
+        return _rows(self.writes)
 
     @cached_property
     def overwriting(self) -> set[int]:
@@ -185,6 +199,12 @@ class TraceIndex:
         return droppable
 
 
+def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    start = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=start[1:])
+    return start, np.fromiter(chain.from_iterable(rows), np.int64, int(start[-1]))
+
+
 class OverwriteTracker:
     """Which values are lost because they were overwritten, while ops run in order, first runs and recomputations.
 
@@ -202,9 +222,10 @@ class OverwriteTracker:
     def can_run(self, op: int) -> bool:
         """Whether an op that has run may be recomputed now."""
         index, since, first = self._index, self._since, self._first
-        return op not in index.received and not any(
-            since[t] if t in since else index.overwritten_at[t] < first for t in index.reads[op]
-        )
+        if op in index.received:
+            return False
+        lost = [since[t] if t in since else index.overwritten_at[t] < first for t in index.reads[op]]
+        return True not in lost
 
     def run(self, op: int) -> None:
         """An op runs: its results exist, and the values that it overwrites are lost."""

@@ -84,6 +84,36 @@ def test_what_the_program_lets_go_of_later_is_wanted_as_what_is_read_later(end, 
     assert int(np.cumsum(replayed(trace, found).change("delta")).max()) == found.peak()
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), ops=st.integers(2, 30), count=st.integers(0, 40), released=st.integers(0, 8))
+def test_drops_are_those_that_looking_ahead_from_each_step_finds(seed, ops, count, released):
+    trace, draw = random_dag(ops, seed), random.Random(seed)
+    made = np.flatnonzero(trace.producer >= 0).tolist()
+    tensors = draw.sample(made, min(released, len(made)))
+    trace = with_releases(trace, [(t, draw.randrange(len(trace.ops))) for t in tensors])
+    index, reruns = TraceIndex(trace), {}
+    for _ in range(count):
+        reruns.setdefault(draw.randrange(len(trace.ops)), []).append(draw.randrange(len(trace.ops)))
+    plan = schedule_of(index, reruns)
+
+    def uses(step, t):
+        op, anchor = plan.steps[step]
+        return t in trace.reads(op) or (anchor < 0 and t in trace.op_columns.releases.get(op, ()))
+
+    for step, (op, _) in enumerate(plan.steps):
+        expected = []
+        for t in dict.fromkeys((*trace.reads(op), *trace.writes(op))):
+            later = range(step + 1, len(plan.steps))
+            touched = [s for s in later if t in trace.reads(plan.steps[s][0]) or t in trace.writes(plan.steps[s][0])]
+            if not touched or t not in trace.writes(plan.steps[touched[0]][0]) or not index.droppable[t]:
+                continue
+            again = touched[0]
+            is_released = plan.steps[again][1] < 0 and t in trace.op_columns.releases.get(plan.steps[again][0], ())
+            if is_released or any(uses(s, t) for s in range(again + 1, len(plan.steps))):
+                expected.append(t)
+        assert list(plan.drops[step]) == expected
+
+
 def test_a_tensor_goes_after_the_last_read_before_it_is_made_again():
     trace = chain([1] * 3, [1] * 3, [1] * 4, [1] * 3)
     name = trace.op_id
