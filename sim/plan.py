@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,24 +13,15 @@ from sim.hardware.platform import Platform
 from sim.limits import counted
 from sim.log import EventLog, Ints
 from sim.trace.graph import Trace
+from sim.trace.pickled import Pickled
 
 # ---- actions -----------------------------------------------------------------------------------
 # Tensors, ops and tiers are given by id or by name. In an offline plan each action is anchored `before` or
 # `after` one op; in an online answer it has no anchor.
 
 
-class _Pickled:
-    """Pickles as its fields in order, in two thirds of the time that frozen dataclasses take: large plans travel."""
-
-    __slots__ = ()
-    __match_args__: ClassVar[tuple[str, ...]] = ()
-
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), tuple(getattr(self, each) for each in self.__match_args__)
-
-
 @dataclass(frozen=True, slots=True)
-class Drop(_Pickled):
+class Drop(Pickled):
     """Release the copy of a tensor in a tier. If it was the last copy, only recomputation brings the tensor back.
 
     tensor: which one.
@@ -45,7 +36,7 @@ class Drop(_Pickled):
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute(_Pickled):
+class Recompute(Pickled):
     """Run an op again that has already run. Outputs that are still resident are not held twice beyond its end.
 
     The device waits for the first run if another engine is still executing it. An op that writes in place does so on
@@ -62,7 +53,7 @@ class Recompute(_Pickled):
 
 
 @dataclass(frozen=True, slots=True)
-class Move(_Pickled):
+class Move(Pickled):
     """Copy a tensor to another tier, concurrently with computation, then release the source.
 
     If the destination already has a copy, nothing is copied. The source is the tier with the shortest route among
@@ -92,7 +83,7 @@ class Move(_Pickled):
 
 
 @dataclass(frozen=True, slots=True)
-class Wait(_Pickled):
+class Wait(Pickled):
     """Hold the device until the op that first makes a tensor, and its transfer, have ended, if they are under way.
 
     tensor: which one.

@@ -86,8 +86,8 @@ class Trace(Graph):
             self._take_over(like, FROM_STRUCTURE)
             self._structure = like.structure
             self._structure.is_shared = True
-            if validity.sizes_are_possible(self):  # all else has been checked; if not, what follows says why
-                return
+            if validity.sizes_are_possible(self, self.of_one_size):
+                return  # all else has been checked; where they are not, what follows says why
         if like is None or not self.has_other_releases_alone(like):
             validity.check_graph(self)
         if has_ends:

@@ -31,10 +31,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeAlias
 
 from sim.errors import TraceError
+from sim.trace.pickled import Pickled
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class Same(Pickled):
     """That tensor or op of the base trace, in that iteration.
 
     behind: for an op, how many updates older than those of the iteration the weights are that it reads, or those that
@@ -47,7 +48,7 @@ class Same:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(Pickled):
     """The elements from `first / count` to `stop / count` of a tensor, or an op on them alone."""
 
     of: Expr
@@ -57,7 +58,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Microbatch:
+class Microbatch(Pickled):
     """A tensor or op restricted to microbatches `first` … `stop - 1` of `count`."""
 
     of: Expr
@@ -67,7 +68,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Along:
+class Along(Pickled):
     """A tensor or op restricted to the shares `first` … `stop - 1` of `count` along a dimension."""
 
     of: Expr
@@ -78,21 +79,21 @@ class Along:
 
 
 @dataclass(frozen=True, slots=True)
-class Rowwise:
+class Rowwise(Pickled):
     """What each row of a tensor needs to know of all its columns: maximum, sum of exponentials, the label's entry."""
 
     of: Expr
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(Pickled):
     """Several tensors in one storage, in order; None for an empty slot."""
 
     parts: tuple[Expr | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(Pickled):
     """A tensor as encoded by `codec`.
 
     lossless: decoding restores exactly the same values.
@@ -104,7 +105,7 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Lossy:
+class Lossy(Pickled):
     """What a lossy codec decodes."""
 
     of: Expr
@@ -112,14 +113,14 @@ class Lossy:
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class Fused(Pickled):
     """An op that computes several ops of the base, in this order."""
 
     parts: tuple[Expr, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class Slots(Pickled):
     """An op of the optimizer restricted to some of the `count` parameters that it updates, by their order."""
 
     of: Expr
@@ -128,7 +129,7 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True)
-class Glue:
+class Glue(Pickled):
     """An op with no counterpart in the base: it moves, joins, splits, adds up or re-encodes values."""
 
 

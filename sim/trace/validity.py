@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,6 @@ from sim.errors import TraceError
 from sim.foreign_text import half_a_character
 from sim.trace.columns import Graph
 from sim.trace.progress import blocked, reached_before
-
-if TYPE_CHECKING:
-    from sim.trace.graph import Trace
 
 Ints = NDArray[np.int64]
 
@@ -69,10 +66,13 @@ def check_graph(trace: Graph) -> None:
     _check_groups(trace)
 
 
-def sizes_are_possible(trace: Trace) -> bool:
-    """Whether a trace is as it must be that differs in sizes alone from one that has been checked."""
+def sizes_are_possible(trace: Graph, of_one_size: tuple[Ints, Ints]) -> bool:
+    """Whether a trace is as it must be that differs in sizes alone from one that has been checked.
+
+    of_one_size: pairs of tensors with the same bytes, see `Trace.of_one_size`.
+    """
     t, c = trace.tensor_columns, trace.op_columns
-    new, old = trace.of_one_size
+    new, old = of_one_size
     return (
         all(not len(column) or int(column.min()) >= 0 for column in (t.bytes, c.flops, c.workspace))
         and all(float(column.sum(dtype=np.float64)) < 2.0**62 for column in (t.bytes, c.workspace))
