@@ -131,6 +131,8 @@ def _kept_rows(plan: Plan, prepared: Prepared, resolved: Resolved, actions: Acti
 def _keeper(plan: Plan, prepared: Prepared, is_bare: bool) -> Keep | None:
     """What keeps the outline of a run for others of its structure: one without actions, or with the same ones."""
     structure = prepared.trace.structure
+    if not structure.is_shared:
+        return None
     if is_bare:
         return lambda key, make: kept(structure, "outlines", key, make)
     if plan.online is not None:  # its drops are not among the plan's actions

@@ -63,7 +63,8 @@ def shared(policy: Policy, problem: Problem, make: Callable[[], Plan]) -> Plan:
         if known:
             return known[0].over(trace)
         made = make()
-        if made.online is None and (made.trace is trace or made.trace.has_other_releases_alone(trace)):
+        is_alike = made.trace is trace or made.trace.has_other_releases_alone(trace)
+        if trace.structure.is_shared and made.online is None and is_alike:
             known.append(_decided(made, trace))
         return made
 

@@ -13,6 +13,8 @@ Derived = TypeVar("Derived")
 MOST = 4
 MOST_COMMON = 32
 """The same of things that traces have in common; the policies of a study take turns."""
+MOST_DERIVED = 8
+"""The same of what is derived from each of these; so do its machines."""
 
 
 def kept(trace: Trace | Structure, name: str, key: Hashable, make: Callable[[], Derived], most: int = MOST) -> Derived:
@@ -50,7 +52,7 @@ def in_common(structure: Structure, thing: object, name: str, key: Hashable, mak
         return make()
     derived: dict[tuple[str, Hashable], Any] = thing_and_derived[1]
     if (name, key) not in derived:
-        while len(derived) >= MOST_COMMON:
+        while len(derived) >= MOST_DERIVED:
             derived.pop(next(iter(derived)))
         with uncollected():
             derived[name, key] = make()
