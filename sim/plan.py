@@ -233,7 +233,8 @@ class Plan:
     actions: each anchored to an op; the order of actions with the same anchor is kept.
     place: tensor -> tier, or (tier, offset) for a planned allocator. By default a tensor is placed in the home tier of
         the engine that first uses, overwrites or produces it.
-    online: creates the object that decides during a run, once per run; it must be picklable.
+    online: creates the object that decides during a run; it must be picklable. Called whenever a run begins, which it
+        may do twice.
     keep_dead: lazy deallocation: tensors without further readers stay until memory is short; all (True), or those with
         these ids. If there is an online part, dropping them is its decision.
     notes: what the policy wants to find later in `history`.

@@ -59,7 +59,7 @@ LONG = (
     "test_regathering.py::test_dividing_weights_too",
     "test_layout.py::test_updates_on_the_host",
     "rewrites/test_loops_and_layouts.py::test_kernels_are_fused",
-    "engine/test_copy_path.py::test_a_part_that_decides",
+    "engine/test_copy_path.py::test_an_online_part_is_shown",
     "test_parallel_page.py::test_few_stages_and_microbatches_stand_for_many",
     "test_advice.py::test_everything_that_may_be_combined",
     "test_advice.py::test_the_nearest_change_that_fits",

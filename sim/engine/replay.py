@@ -1,7 +1,7 @@
 """Replays a plan: the one entry of the engine.
 
 What a run needs of the trace on the platform is prepared (`prepare`) and the plan's actions are resolved (`resolve`).
-A run that is a straight sequence takes the array path (`array_path`), one device with planned copies beside it the copy
+A run that is a straight sequence takes the array path (`array_path`), one device with copies beside it the copy
 path (`copy_path`); any other, and one that fails, takes the event path (`event_path`): devices, engines and links, one
 event after the other. All write the same log.
 """

@@ -353,8 +353,11 @@ class Seer(Online):
     seen: what it was asked and shown, and what it was told, in order.
     """
 
-    def __init__(self, seed: int, trace: Trace, tiers: tuple[str, ...], away: tuple[str, ...]) -> None:
-        self.trace, self.tiers, self.away = trace, tiers, away
+    def __init__(
+        self, seed: int, trace: Trace, tiers: tuple[str, ...], away: tuple[str, ...], *, links: bool = True
+    ) -> None:
+        """links: it looks at their queues, too, which the event path alone knows."""
+        self.trace, self.tiers, self.away, self.links = trace, tiers, away, links
         self.state = seed
         self.told: list[Change] = []
         self.seen: list[object] = []
@@ -371,7 +374,8 @@ class Seer(Online):
             (t, memory.where(t), memory.in_flight(t), memory.is_locked(t), memory.last_read(t))
             for t in range(len(self.trace.tensors))
         ]
-        links = [(a, b, memory.link_free_at(a, b)) for a in self.tiers for b in self.tiers if a != b]
+        ends = [(a, b) for a in self.tiers for b in self.tiers if a != b and self.links]
+        links = [(a, b, memory.link_free_at(a, b)) for a, b in ends]
         self.seen.append((what, memory.now, figures, tensors, links, told))
         self.state = crc32(repr(self.seen[-1]).encode(), self.state)
         return Random(self.state)

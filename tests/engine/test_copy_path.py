@@ -32,6 +32,7 @@ from sim.policies import load
 from sim.trace import Trace, TraceBuilder
 from tests.engine.differential import difference
 from tests.engine.random_plans import can_run_again, made_by
+from tests.engine.random_problems import Seer
 from tests.engine.test_array_path import assert_equal, outcome
 from tests.machines import GB
 from tests.machines import machine as toy_machine
@@ -245,51 +246,94 @@ def test_rows_are_packed_before_they_are_too_many(monkeypatch):
     assert_equal(plan, machine)
 
 
-# ---- online parts that wait for pressure ---------------------------------------------------------
+# ---- online parts --------------------------------------------------------------------------------
 
 
-class Evicts(Online):
-    """Sends away what it is asked to, and nothing else."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-
-    def on_pressure(self, need: Need, memory: Memory) -> list[Move]:
-        there = [t for t in memory.residents(need.tier) if not memory.is_locked(t) and memory.in_flight(t) is None]
-        return [Move(there[0], "host")] if there and need.tier == "hbm" else []
+def nothing(trace: Trace, platform: Platform, code: int) -> Plan:
+    """No actions; on some runs dead tensors stay until memory is short, all or some."""
+    some_of_them = frozenset(range(0, len(trace.tensors), 2))
+    return Plan(trace, keep_dead=(False, True, some_of_them)[code % 3])
 
 
-class Early(Evicts):
-    """One that acts before ops, too."""
-
-    def before(self, op: int, memory: Memory) -> list[Move]:
-        return []
+ASKED = {"nothing": nothing, **PLANS}
 
 
-@pytest.mark.parametrize("kind", ["trips", "shaken"])
-def test_a_part_that_decides_under_pressure_alone_is_not_asked_where_there_is_none(kind):
-    taken, asked = 0, 0
+def seen_by(plan: Plan, platform: Platform, code: int) -> Plan:
+    """The same plan with an online part that looks at everything and decides by what it sees."""
+    tiers = tuple(tier.name for tier in platform.tiers)
+    away = tuple(tier.name for tier in platform.tiers if tier.device < 0)
+    return replace(plan, online=partial(Seer, code, plan.trace, tiers, away, links=False))
 
-    @settings(some, max_examples=40)
-    @given(random_examples(NEEDS.get(kind, frozenset({"host"})), exact=True, real=1), CODES)
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_an_online_part_is_shown_and_told_what_the_reference_simulator_shows_it(kind):
+    """What it decides hangs on all that it has seen: one figure amiss, and the logs differ."""
+    taken, counts = 0, Counter()
+
+    @settings(some, max_examples=30)
+    @given(random_examples(NEEDS.get(kind, frozenset({"host"})), exact=True, real=0), CODES)
     def check(example, code):
-        nonlocal taken, asked
-        plan = replace(PLANS[kind](example.trace, example.platform, code), online=partial(Evicts, example.trace))
+        nonlocal taken
+        plan = ASKED[kind](example.trace, example.platform, code)
         for platform in budgets(plan, example.platform):
-            assert_equal(plan, platform)
-            log = outcome(plan, platform, True)[1]
-            pressed = log is not None and log.counters["pressure_calls"] > 0
-            asked += pressed
-            if is_taken(plan, platform):
+            asked = seen_by(plan, platform, code)
+            assert_equal(asked, platform)
+            if is_taken(asked, platform):
                 taken += 1
-                assert not pressed
-                assert not is_taken(replace(plan, online=partial(Early, example.trace)), platform)
-                assert not is_taken(replace(plan, online=lambda: Evicts(plan.trace)), platform)  # who knows what
+                assert difference(asked, platform) == ""
+                log = replay(asked, platform)
+                counts.update({name: count > 0 for name, count in log.counters.items()})
 
     check()
     if not taken:
-        pytest.skip("none of the plans drawn takes the copy path")
-    assert asked > 0
+        pytest.skip("none of the runs drawn takes the copy path")
+    if kind == "nothing":
+        expected = {"implicit_moves", "implicit_recomputes", "pressure_calls", "ignored_actions", "moves_cancelled"}
+        assert {name for name in expected if not counts[name]} == set()
+
+
+class Odd(Online):
+    """Does under pressure what no online part may, or fails."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_pressure(self, need: Need, memory: Memory) -> list[Action]:
+        if self.what == "fails":
+            raise ValueError("no answer")
+        if self.what == "asks for a queue":
+            memory.link_free_at("hbm", "host")
+        pinned = [t for t in memory.residents(need.tier) if memory.is_locked(t)]
+        return {"takes what is pinned": [Drop(t) for t in pinned], "recomputes": [Recompute(0)]}.get(self.what, [])
+
+
+@pytest.mark.parametrize("what", ["fails", "asks for a queue", "takes what is pinned", "recomputes", "says nothing"])
+def test_what_an_online_part_may_not_do_is_refused_as_ever(what):
+    trace = TRACES["w1"]
+    machine = load_profile("a100_40_pcie").with_budget(
+        home_peak(reference_run(trace, load_profile("a100_40_pcie"))) // 2
+    )
+    plan = Plan(trace, online=partial(Odd, what))
+    assert not is_taken(plan, machine)
+    if what == "fails":
+        with pytest.raises(ValueError, match="no answer"):
+            replay(plan, machine)
+    else:
+        assert_equal(plan, machine)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
+@pytest.mark.parametrize("policy", ["lru_tiering", "lru_tiering(prefetch=4)", "dtr", "dtr(heuristic=dtr)", "delta"])
+def test_shipped_policies_that_are_asked_take_the_copy_path(policy, share):
+    for trace in TRACES.values():
+        machine = load_profile("a100_40_pcie")
+        limited = machine.with_budget(int(share * home_peak(reference_run(trace, machine))))
+        plan = load(policy).plan(problem_for(trace, limited))
+        assert_equal(plan, limited)
+        log = outcome(plan, limited, True)[1]
+        if log is not None and log.complete:
+            assert log.counters["pressure_calls"] > 0
+            assert is_taken(plan, limited)
 
 
 @pytest.mark.parametrize("policy", ["sentinel", "g10", "capuchin"])

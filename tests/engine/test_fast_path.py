@@ -6,6 +6,7 @@ import pytest
 
 from sim import load_profile
 from sim.analysis.peak_memory import home_peak
+from sim.engine.copy_path import covered
 from sim.engine.event_path.fast_path import FastPath
 from sim.engine.event_path.perform import Perform
 from sim.engine.prepare import prepare
@@ -42,6 +43,12 @@ def test_under_pressure_both_write_one_log(policy, trace):
         except TiersimError:
             continue
         assert outcome(plan, budget, True) == outcome(plan, budget, False)
+
+
+@pytest.fixture(autouse=True)
+def by_events(monkeypatch):
+    """Also of runs that the copy path takes."""
+    monkeypatch.setattr(covered, "covers", lambda *_: False)
 
 
 def run_of(policy: str) -> EventLog:

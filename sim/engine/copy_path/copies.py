@@ -7,17 +7,18 @@ under way, so all that is known of it is in lists by tensor.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sim.engine.copy_path.covered import Program
 from sim.engine.copy_path.wires import NEVER, Elsewhere, Wires
 from sim.engine.event_path.links import Routes
-from sim.engine.event_path.record import Columns
+from sim.engine.event_path.record import COUNTERS, Columns
 from sim.engine.prepare import Prepared
 from sim.engine.resolve import Act, Resolved
 from sim.errors import IllegalPlan
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, CHANGE_COLUMNS, INTERVAL_COLUMNS, STALL, WHY, Ints
+from sim.plan import ChangeFields
 
 LEAVING = 1 << 62
 """Bit of `Copies.held` of a tensor whose copy under way will release its source."""
@@ -35,40 +36,62 @@ class Copies:
     now: the present time, in ns.
     is_stale: whether something may be granted at the end of this instant.
     used, capacity: bytes per tier.
+    leaving, arriving: per tier the bytes that copies under way will release, and those that they have taken.
     held: by tensor a bit per tier with a complete copy, and `LEAVING`.
     stage: by tensor that of the copy under way.
+    pins: by tensor how many ops under way, or being restored, use it where it is.
     waiting: how many copies, and devices, wait for space.
     put_off: releases that wait for the end of an op or of a copy: tensor -> tier -> cause.
+    dead: what nobody needs, retained only until memory is short, dead longest first.
+    news: the changes that the online part has not been told of yet; none where it does not listen.
     intervals, changes: the rows of the log since it was last packed.
     counters: what else it counts.
     """
 
     def __init__(
-        self, platform: Platform, prepared: Prepared, resolved: Resolved, program: Program, *, asks: bool
+        self,
+        platform: Platform,
+        prepared: Prepared,
+        resolved: Resolved,
+        program: Program,
+        *,
+        lazy: bool | frozenset[int],
+        is_told: bool,
     ) -> None:
-        """asks: an online part is to be asked where memory is short."""
+        """lazy: dead tensors, all or these, stay until memory is short.
+
+        is_told: an online part listens.
+        """
         tensors = len(prepared.size)
         self.now = 0
         self.is_stale = False
         self.used = [0] * len(platform.tiers)
         self.capacity = [tier.capacity for tier in platform.tiers]
+        self.leaving = [0] * len(platform.tiers)
+        self.arriving = [0] * len(platform.tiers)
         self.held = [0] * tensors
         self.stage = [NONE] * tensors
+        self.pins = [0] * tensors
         self.waiting = 0
         self.put_off: dict[int, dict[int, int]] = {}
+        self.dead: dict[int, None] = {}
+        self.news: list[ChangeFields] = []
+        self.is_told = is_told
         self._tables = Columns(len(INTERVAL_COLUMNS)), Columns(len(CHANGE_COLUMNS))
         self.intervals, self.changes = (table.rows for table in self._tables)
-        names = ("ignored_actions", "implicit_moves", "moves_cancelled", "cancelled_bytes", "moves_without_space")
-        self.counters = dict.fromkeys(names, 0)
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self.wires = Wires(platform, prepared)
         self._lane = prepared.main[0]
         self._first_link = len(platform.engines)  # lanes are engines, then links
         self._size = prepared.size
         self._last_use, self._freeable = program.last_use, prepared.freeable
         self._waited = resolved.waited
-        self._asks = asks
+        self._producer = prepared.producer
+        self._tiers = [tier.name for tier in platform.tiers]
+        self._names = prepared.trace.tensor_columns.name
+        self._lazy = lazy
+        self._relieve: Callable[[int, int, int, str], bool] | None = None
         self._passed = 0  # how many runs of ops have ended
-        self._pinned: Sequence[int] = ()
         self._overwritten: set[int] = set()
         self._routes = Routes(platform, prepared)
         self._ways: dict[tuple[int, int], tuple[int, int]] = {}
@@ -144,9 +167,10 @@ class Copies:
         """There is space for a copy: it takes it, for an op, and queues for its link."""
         target, size = self._target[tensor], self._size[tensor]
         self.used[target] += size
+        self.arriving[target] += size
         self.changes += (self.now, target, size, tensor, op, MOVED_IN)
         if not self._keeps[tensor]:
-            self.held[tensor] |= LEAVING
+            self._begin_leaving(tensor)
         self.stage[tensor] = ADMITTED
         self.wires.submit(tensor, self._way[tensor][1], self._priority[tensor])
         self.is_stale = True
@@ -160,13 +184,23 @@ class Copies:
             self._drops_target[tensor] = False
             if self._keeps[tensor] and not keep:
                 self._keeps[tensor] = False
-                self.held[tensor] |= LEAVING
+                self._begin_leaving(tensor)
         else:
             raise Elsewhere
 
+    def _begin_leaving(self, tensor: int) -> None:
+        """The copy under way will release its source."""
+        self.held[tensor] |= LEAVING
+        self.leaving[self._way[tensor][0]] += self._size[tensor]
+
+    def _end_leaving(self, tensor: int) -> None:
+        """It releases it now, or will not."""
+        self.held[tensor] &= ~LEAVING
+        self.leaving[self._way[tensor][0]] -= self._size[tensor]
+
     def _keep_source(self, tensor: int) -> None:
         if not self._keeps[tensor]:
-            self.held[tensor] &= ~LEAVING
+            self._end_leaving(tensor)
             self._keeps[tensor] = True
             self._offer(self._way[tensor][0])
 
@@ -184,8 +218,9 @@ class Copies:
         else:
             self.wires.withdraw(tensor)
             if not self._keeps[tensor]:
-                self.held[tensor] &= ~LEAVING
+                self._end_leaving(tensor)
                 self._offer(self._way[tensor][0])
+            self.arriving[target] -= self._size[tensor]
             self._give(tensor, target, self._op[tensor], CALLED_OFF)
         self.stage[tensor] = NONE
         self._under_way -= 1
@@ -199,13 +234,16 @@ class Copies:
         self.intervals += (began, now, 0, lane, MOVE, op, tensor, 0, size)
         self.stage[tensor] = NONE
         self._under_way -= 1
+        self.arriving[target] -= size
         held[tensor] |= 1 << target
+        if self.is_told:
+            self.news.append(("came", tensor, self._tiers[target], now))
         if not self._keeps[tensor]:
-            held[tensor] &= ~LEAVING
+            self._end_leaving(tensor)
             self._release(tensor, source, op, MOVED_OUT)
         if self._drops_target[tensor]:
             self._release(tensor, target, op, MOVED_OUT)
-        if self.put_off and tensor in self.put_off and tensor not in self._pinned:
+        if self.put_off and tensor in self.put_off and not self.pins[tensor]:
             self._release_put_off(tensor, op)
         if self._last_use[tensor] < self._passed:
             self.free_if_dead(tensor, -1)
@@ -213,16 +251,16 @@ class Copies:
     # ---- releases ----------------------------------------------------------------------------
 
     def drop(self, tensor: int, tier: int, op: int) -> None:
-        """Release one copy, as the plan says."""
+        """Release one copy, as the plan says. Where it keeps dead tensors, dropping one is what frees it."""
         if self.held[tensor] >> tier & 1:
-            self._release(tensor, tier, op, DROPPED)
+            self._release(tensor, tier, op, FREED if tensor in self.dead else DROPPED)
         else:
             self.counters["ignored_actions"] += 1
 
     def _release(self, tensor: int, tier: int, op: int, cause: int) -> None:
         """Release one copy now, or when its last reader or the copy that is made of it has done with it."""
         is_busy = self.stage[tensor] != NONE and tier in (self._way[tensor][0], self._target[tensor])
-        if is_busy or tensor in self._pinned:
+        if is_busy or self.pins[tensor]:
             self.put_off.setdefault(tensor, {}).setdefault(tier, cause)
         else:
             self._release_now(tensor, tier, op, cause)
@@ -230,6 +268,10 @@ class Copies:
     def _release_now(self, tensor: int, tier: int, op: int, cause: int) -> None:
         self.held[tensor] &= ~(1 << tier)
         self._give(tensor, tier, op, cause)
+        if self._lazy:
+            self.dead.pop(tensor, None)
+        if self.is_told:
+            self.news.append(("went", tensor, self._tiers[tier], self.now))
 
     def _release_put_off(self, tensor: int, op: int) -> None:
         if self.stage[tensor] == NONE:
@@ -240,13 +282,14 @@ class Copies:
     def free_touched(self, tensors: Sequence[int], op: int) -> None:
         """At the end of an op, of what it used: the releases put off for it, then what nobody needs any more."""
         for tensor in tensors:
-            if tensor in self.put_off:
-                self._release_put_off(tensor, op)
-            self.free_if_dead(tensor, op)
+            if not self.pins[tensor]:
+                if tensor in self.put_off:
+                    self._release_put_off(tensor, op)
+                self.free_if_dead(tensor, op)
 
     def free_if_dead(self, tensor: int, op: int) -> None:
         """Free a tensor that nothing retains. A copy of it that has not begun never does."""
-        if self._last_use[tensor] >= self._passed or not self.held[tensor] or tensor in self._pinned:
+        if self._last_use[tensor] >= self._passed or not self.held[tensor] or self.pins[tensor]:
             return
         if not self._freeable[tensor] and tensor not in self._overwritten:
             return
@@ -257,6 +300,13 @@ class Copies:
             self._cancel(tensor)
             if tensor in self.put_off:
                 self._release_put_off(tensor, op)
+        if self._lazy is True or (self._lazy and tensor in self._lazy):
+            self.dead.setdefault(tensor)
+        else:
+            self._free(tensor, op)
+
+    def _free(self, tensor: int, op: int) -> None:
+        """Release every copy; while one is being copied, when that ends."""
         held = self.held[tensor] & ~LEAVING
         for tier in range(held.bit_length()):
             if held >> tier & 1:
@@ -264,6 +314,14 @@ class Copies:
                     self.put_off.setdefault(tensor, {}).setdefault(tier, FREED)
                 else:
                     self._release_now(tensor, tier, op, FREED)
+
+    def free_longest_dead(self, tier: int) -> bool:
+        """Free the tensor that has been dead longest in a tier; False if there is none."""
+        for tensor in self.dead:
+            if self.held[tensor] >> tier & 1 and not self.pins[tensor] and self.stage[tensor] == NONE:
+                self._free(tensor, -1)
+                return True
+        return False
 
     def take_over(self, pairs: Iterable[tuple[int, int]], tier: int, op: int) -> None:
         """An op has written each new value over an old one, which it is to be in the place of."""
@@ -274,6 +332,10 @@ class Copies:
             self.held[old] &= ~bit
             self.held[new] |= bit
             self._overwritten.add(old)
+            self.dead.pop(old, None)
+            if self.is_told:
+                name = self._tiers[tier]
+                self.news += [("went", old, name, now), ("came", new, name, now)]
 
     def _give(self, tensor: int, tier: int, op: int, cause: int) -> None:
         size = self._size[tensor]
@@ -288,6 +350,16 @@ class Copies:
         if tier == self._wanted:
             self._offered = True
 
+    def pin(self, tensors: Iterable[int]) -> None:
+        """Keep these where they are."""
+        for tensor in tensors:
+            self.pins[tensor] += 1
+
+    def unpin(self, tensors: Iterable[int]) -> None:
+        """One reason fewer to keep these where they are."""
+        for tensor in tensors:
+            self.pins[tensor] -= 1
+
     # ---- time --------------------------------------------------------------------------------
 
     def run_beside(self, operands: Sequence[int], end: int) -> bool:
@@ -295,17 +367,20 @@ class Copies:
         if self.is_stale:
             self._settle()
         if self.wires.next_at < end:
-            self._pinned = operands
+            self.pin(operands)
             while self.wires.next_at < end:
                 self._next_instant()
                 self._settle()
-            self._pinned = ()
+            self.unpin(operands)
         self.now = end
         return self.wires.next_at == end
 
-    def op_ended(self, is_due: bool) -> None:
-        """The results of an op are there, and its reads have been; is_due: so does something else end now."""
-        self._passed += 1
+    def op_ended(self, is_due: bool, *, counted: bool = True) -> None:
+        """The results of an op are there, and its reads have been.
+
+        is_due: something else ends now, too. counted: it is one of the program's runs.
+        """
+        self._passed += counted
         if is_due:
             self._end_copies()
 
@@ -347,34 +422,47 @@ class Copies:
         if self.wires.is_stale:
             self.wires.settle(self.now)
 
+    def target(self, tensor: int) -> int:
+        """The tier that a copy of a tensor is on its way to, -1 for none."""
+        return self._target[tensor] if self.stage[tensor] != NONE else -1
+
     # ---- the device waits --------------------------------------------------------------------
 
-    def restore(self, reads: Sequence[int], tier: int, op: int) -> None:
-        """Have what an op reads in a tier: wait for what is on its way, keep what leaves, fetch what is elsewhere.
+    def restore(self, reads: Sequence[int], tier: int, op: int) -> int:
+        """Have what an op reads, which is pinned, in a tier: wait for what is on its way, keep what leaves, fetch what
+        is elsewhere. The op that has to be recomputed first, -1 for none.
 
-        Raises Elsewhere for what has to be recomputed, or is on its way to another tier.
+        Raises Elsewhere for what is on its way to another tier, or cannot be recomputed.
         """
         held, stage, bit = self.held, self.stage, 1 << tier
-        self._pinned = reads
         for tensor in reads:
             if held[tensor] & bit:
                 if held[tensor] & LEAVING and self._way[tensor][0] == tier:
                     self._keep_source(tensor)
-            elif stage[tensor] == NONE and held[tensor]:
-                self.wait_for_space(tier, self._size[tensor], op)
-                self.counters["implicit_moves"] += 1
-                self._note(tensor, tier, True, 0, op)
-                self._admit(tensor, op)
-            elif stage[tensor] == NONE or self._target[tensor] != tier:
+            elif stage[tensor] == NONE:
+                if held[tensor]:
+                    self.wait_for_space(tier, self._size[tensor], op, self.reading(tensor))
+                    self.counters["implicit_moves"] += 1
+                    self._note(tensor, tier, True, 0, op)
+                    self._admit(tensor, op)
+            elif self._target[tensor] != tier:
                 raise Elsewhere
             elif stage[tensor] == OUTSIDE:
                 self._demand(tensor, op)
         for tensor in reads:
             if not held[tensor] & bit:
+                if stage[tensor] == NONE and not held[tensor]:
+                    if self._producer[tensor] < 0:
+                        raise Elsewhere
+                    return self._producer[tensor]
                 self._wait_for_end(tensor, "transfer", op)
                 if not held[tensor] & bit:
                     raise Elsewhere
-        self._pinned = ()
+        return -1
+
+    def reading(self, tensor: int) -> str:
+        """The reason of a request for the space of a tensor that an op reads."""
+        return f"reading {self._names[tensor]!r}"
 
     def wait_for_copy(self, tensor: int, op: int) -> None:
         """Until the copy of a tensor that is under way has ended, as the plan says."""
@@ -384,12 +472,12 @@ class Copies:
 
     def wait_to_overwrite(self, pairs: Iterable[tuple[int, int]], reads: Sequence[int], tier: int, op: int) -> None:
         """Until no copy is made of what an op overwrites. Raises Elsewhere where its results would not fit there."""
-        self._pinned = reads
+        self.pin(reads)
         for old, _ in pairs:
             if self.stage[old] == OUTSIDE:
                 raise Elsewhere
             self._wait_for_end(old, "hazard", op)
-        self._pinned = ()
+        self.unpin(reads)
         for old, new in pairs:
             if not self.held[old] >> tier & 1 or old in self.put_off or not self.is_absent(new):
                 raise Elsewhere
@@ -398,28 +486,34 @@ class Copies:
         """Whether there is no copy of a tensor, and none on its way."""
         return not self.held[tensor] and self.stage[tensor] == NONE
 
-    def wait_for_space(self, tier: int, bytes: int, op: int, operands: Sequence[int] | None = None) -> None:
-        """Until a request fits; it is looked at whenever some space is released there.
+    def ask_with(self, relieve: Callable[[int, int, int, str], bool]) -> None:
+        """What is asked to have something leave a tier, for so many bytes, an op and a reason; whether anything did."""
+        self._relieve = relieve
 
-        operands: what is pinned meanwhile; by default what is already. Raises Elsewhere where an online part has to be
-        asked.
+    def wait_for_space(self, tier: int, bytes: int, op: int, reason: str) -> None:
+        """Until a request fits: whoever can have something leave is asked, unless what leaves already will do.
+
+        Otherwise it is looked at again whenever some space is released there.
         """
-        pinned = self._pinned
-        self._pinned = pinned if operands is None else operands
         while self.used[tier] + bytes > self.capacity[tier]:
-            if self._asks:
-                raise Elsewhere
+            relieve = self._relieve
+            if (
+                relieve is not None
+                and bytes > self.capacity[tier] - self.used[tier] + self.leaving[tier]
+                and relieve(tier, bytes, op, reason)
+            ):
+                continue
             start, self._offered, self._wanted, self.is_stale = self.now, False, tier, True
             self.waiting += 1
             while not self._offered:
                 self._next_instant()
             self.waiting -= 1
             self._stalled(start, op, -1, "space")
-        self._wanted, self._pinned = -1, pinned
+        self._wanted = -1
 
     def _demand(self, tensor: int, op: int) -> None:
         """A copy without space that the device waits for gets some as an op would."""
-        self.wait_for_space(self._target[tensor], self._size[tensor], op)
+        self.wait_for_space(self._target[tensor], self._size[tensor], op, self.reading(tensor))
         if self.stage[tensor] == OUTSIDE:
             self._outside[self._target[tensor]].remove(tensor)
             self.waiting -= 1
@@ -456,6 +550,8 @@ class Copies:
             used[tier] += size[tensor]
             changes += (0, tier, size[tensor], tensor, -1, PLACED)
             held[tensor] = 1 << tier
+            if self.is_told:
+                self.news.append(("came", tensor, self._tiers[tier], 0))
         if any(bytes > most for bytes, most in zip(used, self.capacity, strict=True)):
             raise Elsewhere
 

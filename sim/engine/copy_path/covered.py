@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from sim.engine.prepare import Plain, Prepared
 from sim.engine.resolve import Act, Resolved
 from sim.hardware.platform import Allocator, Platform
 from sim.log import WHY
-from sim.plan import Online, Plan
+from sim.plan import Plan
 
 EXACT = Allocator()
 RUN, RECOMPUTE = WHY["run"], WHY["recompute"]
@@ -25,6 +24,7 @@ class Program(NamedTuple):
     before, after: by run the actions that come before it, and after it.
     last_use: per tensor the last run that uses it, or at whose end the program releases it; -1 for none.
     dying: per run the tensors that nothing uses after it, and that may be freed then.
+    moves: whether some action is a move.
     """
 
     ops: Sequence[int]
@@ -35,19 +35,18 @@ class Program(NamedTuple):
     after: Mapping[int, Sequence[Act]]
     last_use: list[int]
     dying: list[list[int]]
+    moves: bool
 
 
 def covers(plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolved) -> bool:
-    """Whether a run is one that this path may take: one device, one engine, all planned, copies and no codecs.
+    """Whether a run is one that this path may take: one device, one engine, copies without codecs.
 
-    An online part that decides nothing but what leaves where memory is short is not asked until it is.
+    A run that nobody asks and that moves nothing is none: where the array path does not take it, it fails.
     """
     lane = prepared.main[0]
     home = prepared.home[lane]
     return (
-        _waits_for_pressure(plan)
-        and not plan.keep_dead
-        and prepared.dispatch is None
+        prepared.dispatch is None
         and prepared.is_sequence
         and prepared.reach[lane] == 1 << home
         and all(tier.allocator == EXACT for tier in platform.tiers)
@@ -55,27 +54,23 @@ def covers(plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolve
             offset is None and (prepared.producer[tensor] < 0 or tier == home)
             for tensor, (tier, offset) in resolved.born.items()
         )
-        and program_of(prepared, resolved) is not None
+        and (program := program_of(prepared, resolved)) is not None
+        and (program.moves or plan.online is not None or bool(plan.keep_dead))
     )
-
-
-def _waits_for_pressure(plan: Plan) -> bool:
-    """Whether the plan has no online part, or one of a class that is known to decide nothing before ops."""
-    part = plan.online.func if isinstance(plan.online, partial) else plan.online
-    return part is None or (isinstance(part, type) and issubclass(part, Online) and part.before is Online.before)
 
 
 def program_of(prepared: Prepared, resolved: Resolved) -> Program | None:
     """What the device does, kept with the plan; None where its actions are not all for this path."""
     kept = resolved.made.copied
     if not kept:
-        kept.append(_program(prepared, resolved) if _are_covered(prepared, resolved) else None)
+        moves = _moves(prepared, resolved)
+        kept.append(None if moves is None else _program(prepared, resolved, moves > 0))
     known: Program | None = kept[0]
     return known
 
 
-def _are_covered(prepared: Prepared, resolved: Resolved) -> bool:
-    """Whether some action is a move, each comes after what it is about, and all ops are plain or in place."""
+def _moves(prepared: Prepared, resolved: Resolved) -> int | None:
+    """How many actions are moves; None unless each comes after what it is about, and all ops are plain or in place."""
     producer, plain = prepared.producer, prepared.plain
     moves = 0
     for after, side in enumerate((resolved.before, resolved.after)):
@@ -84,22 +79,22 @@ def _are_covered(prepared: Prepared, resolved: Resolved) -> bool:
             for kind, target, _, move in acts:
                 if kind == "recompute":
                     if after or target >= anchor or plain[target] is None:
-                        return False
+                        return None
                 elif producer[target] >= first:
-                    return False
+                    return None
                 elif move is not None:
                     if move.wire is not None or move.codec is not None or move.delay:
-                        return False
+                        return None
                     moves += 1
     renewals = prepared.renewals
-    return moves > 0 and all(each is not None or op in renewals for op, each in enumerate(plain))
+    return moves if all(each is not None or op in renewals for op, each in enumerate(plain)) else None
 
 
-def _program(prepared: Prepared, resolved: Resolved) -> Program:
+def _program(prepared: Prepared, resolved: Resolved, moves: bool) -> Program:
     ops, before, after = range(len(prepared.plain)), resolved.before, resolved.after
     if not resolved.recomputed:
         last_use, dying = prepared.deaths
-        return Program(ops, prepared.plain, repeat(RUN), ops, before, after, last_use, dying)
+        return Program(ops, prepared.plain, repeat(RUN), ops, before, after, last_use, dying, moves)
     runs: list[tuple[int, int, int]] = []
     acts_before, acts_after = dict[int, Sequence[Act]](), dict[int, Sequence[Act]]()
     for op in ops:
@@ -121,4 +116,4 @@ def _program(prepared: Prepared, resolved: Resolved) -> Program:
     dying = [[t for t in touched[op] if last_use[t] <= run and freeable[t]] for run, (op, _, _) in enumerate(runs)]
     order, whys, anchors = zip(*runs, strict=True)
     plain = [prepared.plain[op] for op in order]
-    return Program(order, plain, whys, anchors, acts_before, acts_after, last_use, dying)
+    return Program(order, plain, whys, anchors, acts_before, acts_after, last_use, dying, moves)

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sim.engine.copy_path.copies import FREED, LEAVING, MADE, Copies
-from sim.engine.copy_path.covered import RECOMPUTE, Program, program_of
+from sim.engine.copy_path.asked import Asked
+from sim.engine.copy_path.copies import FREED, LEAVING, MADE, NONE, Copies
+from sim.engine.copy_path.covered import RECOMPUTE, RUN, Program, program_of
 from sim.engine.copy_path.wires import Elsewhere
-from sim.engine.event_path.record import COUNTERS, Columns
+from sim.engine.event_path.record import Columns
+from sim.engine.event_path.refusals import RecomputeLimit
+from sim.engine.event_path.residency import listens
 from sim.engine.prepare import Plain, Prepared, Renewal
 from sim.engine.resolve import Act, Resolved
+from sim.errors import Thrashing
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, RESERVED_COLUMNS, EventLog
 from sim.plan import Plan
@@ -24,16 +28,18 @@ def run(
 ) -> EventLog | None:
     """The log of a run that is covered; None if it has to take the event path after all."""
     program = program_of(prepared, resolved)
-    spent = sum(max(prepared.total[op], 1) for op in resolved.recomputed)
-    if program is None or (recompute_limit is not None and spent > recompute_limit * prepared.ideal_ns):
+    if program is None:
         return None
-    copies = Copies(platform, prepared, resolved, program, asks=plan.online is not None)
-    device = Device(copies, prepared, resolved, program)
+    online = None if plan.online is None else plan.online()
+    is_told = online is not None and listens(online)
+    copies = Copies(platform, prepared, resolved, program, lazy=plan.keep_dead, is_told=is_told)
+    asked = Asked(plan, online, platform, prepared, resolved, copies)
+    device = Device(copies, asked, plan, platform, prepared, resolved, program, recompute_limit)
     try:
         device.place()
         device.walk()
         device.close()
-    except Elsewhere:
+    except (Elsewhere, Thrashing):
         return None
     if copies.now >= 2**62:
         return None  # more nanoseconds than a column holds
@@ -45,18 +51,34 @@ def run(
         changes=changes,
         reserved=np.zeros((0, len(RESERVED_COLUMNS)), np.int64),
         end=copies.now,
-        counters=dict.fromkeys(COUNTERS, 0) | copies.counters,
+        counters=copies.counters,
     )
 
 
 class Device:
     """The device. It works on the lists of `Copies` directly: a call per op and list would cost more than the op."""
 
-    def __init__(self, copies: Copies, prepared: Prepared, resolved: Resolved, program: Program) -> None:
+    def __init__(
+        self,
+        copies: Copies,
+        asked: Asked,
+        plan: Plan,
+        platform: Platform,
+        prepared: Prepared,
+        resolved: Resolved,
+        program: Program,
+        recompute_limit: float | None,
+    ) -> None:
         self._copies = copies
+        self._asked = asked
         self._prepared = prepared
         self._program = program
+        self._recompute_limit = RecomputeLimit(prepared, recompute_limit)
         self._home = prepared.home[prepared.main[0]]
+        self._name = platform.tiers[self._home].name
+        self._is_watched = plan.online is not None
+        self._lazy = plan.keep_dead
+        self._lane = prepared.main[0]
         self._tiers = prepared.first_tier  # of what exists from the start
         if resolved.born:
             born = {tensor: tier for tensor, (tier, _) in resolved.born.items()}
@@ -71,75 +93,175 @@ class Device:
 
     def walk(self) -> None:
         """All runs of ops in order."""
-        program, renewals, copies = self._program, self._prepared.renewals, self._copies
+        program, renewals, copies, asked = self._program, self._prepared.renewals, self._copies, self._asked
         changes = copies.changes
         before, after, anchors = program.before, program.after, program.anchors
         for run, (op, plain, why, dying) in enumerate(zip(program.ops, program.plain, program.why, program.dying)):
             if run in before:
                 self._act(before[run], anchors[run])
+            if why == RECOMPUTE:
+                self._recompute(op, counted=True)
+                continue
+            if asked.asks_before and (slow := asked.before(op)):
+                self._answer(slow, op)
             acts = after.get(run, ())
             if plain is not None:
-                self._run(op, plain, why, acts, dying)
+                self._run(op, plain, acts, dying)
             else:
-                self._renew(op, renewals[op], why, acts)
+                self._renew(op, renewals[op], acts)
             if len(changes) > Columns.PACK:
                 copies.pack()
+                asked.tell()
+        asked.tell()
 
-    def _run(self, op: int, plain: Plain, why: int, acts: Sequence[Act], dying: Sequence[int]) -> None:
+    def _run(self, op: int, plain: Plain, acts: Sequence[Act], dying: Sequence[int]) -> None:
         """Run an op once it has what it reads, and space; then follow the steps of the instant at which it ends."""
         copies, prepared, home = self._copies, self._prepared, self._home
         reads, writes, out, workspace, ns = plain
-        held, used, changes, bit = copies.held, copies.used, copies.changes, 1 << home
+        held, used, changes, bit, is_told = copies.held, copies.used, copies.changes, 1 << home, copies.is_told
+        if self._is_watched:
+            self._asked.reach(op, reads)
         for tensor in reads:
             if held[tensor] & (bit | LEAVING) != bit:
-                copies.restore(reads, home, op)
+                self._restore(op)
                 break
-        if why == RECOMPUTE and not all(copies.is_absent(tensor) for tensor, _ in writes):
-            raise Elsewhere
         if used[home] + out + workspace > copies.capacity[home]:
-            copies.wait_for_space(home, out + workspace, op, prepared.operands[op])
+            copies.pin(prepared.operands[op])
+            copies.wait_for_space(home, out + workspace, op, "its results")
+            copies.unpin(prepared.operands[op])
         now = copies.now
         for tensor, bytes in writes:
             changes += (now, home, bytes, tensor, op, MADE)
         if workspace:
             changes += (now, home, workspace, -1, op, WORKSPACE)
         used[home] += out + workspace
-        end, is_due = now + ns, ns > 0 and copies.run_beside(prepared.operands[op], now + ns)
-        copies.ran(now, op, why)
+        end, is_due = now + ns, False
+        if ns and (copies.is_stale or copies.wires.next_at <= end):
+            is_due = copies.run_beside(prepared.operands[op], end)
+        copies.now = end
+        copies.intervals += (now, end, 0, self._lane, RUN, op, -1, 0, 0)
         if workspace:
             used[home] -= workspace
             changes += (end, home, -workspace, -1, op, WORKSPACE)
         for tensor, _ in writes:
             held[tensor] |= bit
+        if is_told:
+            name = self._name
+            copies.news += [("came", tensor, name, end) for tensor, _ in writes]
         copies.op_ended(is_due)
         if acts:
             self._act(acts, op)
             end = copies.now
         if copies.put_off:
             copies.free_touched(prepared.touched[op], op)
-        else:
-            stage, size = copies.stage, prepared.size
+        elif dying:
+            stage, size, lazy = copies.stage, prepared.size, self._lazy
             for tensor in dying:
                 if held[tensor] != bit or stage[tensor]:
                     copies.free_if_dead(tensor, op)
+                elif lazy and (lazy is True or tensor in lazy):
+                    copies.dead[tensor] = None
                 else:  # the same for the one copy that most have, without a detour
                     held[tensor] = 0
                     used[home] -= size[tensor]
                     changes += (end, home, -size[tensor], tensor, op, FREED)
+                    if is_told:
+                        copies.news.append(("went", tensor, self._name, end))
+        if copies.waiting:
+            copies.is_stale = True
+
+    # ---- recomputation -----------------------------------------------------------------------
+
+    def _restore(self, op: int) -> None:
+        """Have all at home that an op reads; on an explicit stack, what has been released is recomputed."""
+        copies, reads = self._copies, self._prepared.reads
+        copies.pin(reads[op])
+        stack = [op]
+        while True:
+            here = stack[-1]
+            producer = copies.restore(reads[here], self._home, here)
+            if producer >= 0:
+                copies.counters["implicit_recomputes"] += 1
+                self._open(producer)
+                stack.append(producer)
+            elif len(stack) > 1:
+                self._run_again(stack.pop(), counted=False)
+            else:
+                break
+        copies.unpin(reads[op])
+
+    def _recompute(self, op: int, *, counted: bool) -> None:
+        """Recompute an op, as the plan says or its online part. counted: its reads were expected."""
+        self._open(op)
+        self._restore(op)
+        self._run_again(op, counted=counted)
+
+    def _open(self, op: int) -> None:
+        """An op is to be recomputed: what it reads is pinned until it has ended. Raises Elsewhere for one in place."""
+        if self._prepared.plain[op] is None:
+            raise Elsewhere
+        self._recompute_limit.spend(op)
+        self._copies.pin(self._prepared.reads[op])
+        if self._is_watched:
+            self._asked.note_reads(self._prepared.reads[op])
+
+    def _run_again(self, op: int, *, counted: bool) -> None:
+        """Recompute an op that has what it reads. Results that are resident are recomputed in workspace.
+
+        Raises Elsewhere where copies of its results are under way.
+        """
+        copies, prepared, home = self._copies, self._prepared, self._home
+        plain = prepared.plain[op]
+        assert plain is not None
+        _, writes, out, workspace, ns = plain
+        held, used, changes, bit = copies.held, copies.used, copies.changes, 1 << home
+        copies.pin(prepared.writes[op])
+        spare = [tensor for tensor, _ in writes if held[tensor] & bit]
+        if used[home] + out + workspace > copies.capacity[home]:
+            copies.wait_for_space(home, out + workspace, op, "its results")
+        if any(copies.stage[tensor] != NONE or (held[tensor] & bit > 0) != (tensor in spare) for tensor, _ in writes):
+            raise Elsewhere
+        now = copies.now
+        for tensor, bytes in writes:
+            if tensor in spare:
+                changes += (now, home, bytes, -1, op, WORKSPACE)
+            else:
+                changes += (now, home, bytes, tensor, op, MADE)
+        if workspace:
+            changes += (now, home, workspace, -1, op, WORKSPACE)
+        used[home] += out + workspace
+        end, is_due = now + ns, ns > 0 and copies.run_beside((), now + ns)
+        copies.ran(now, op, RECOMPUTE)
+        for tensor in spare:
+            used[home] -= prepared.size[tensor]
+            changes += (end, home, -prepared.size[tensor], -1, op, WORKSPACE)
+        if workspace:
+            used[home] -= workspace
+            changes += (end, home, -workspace, -1, op, WORKSPACE)
+        for tensor, _ in writes:
+            if tensor not in spare:
+                held[tensor] |= bit
+                if copies.is_told:
+                    copies.news.append(("came", tensor, self._name, end))
+        copies.unpin(prepared.operands[op])
+        copies.op_ended(is_due, counted=counted)
+        copies.free_touched(prepared.touched[op], op)
         copies.ask_again()
 
-    def _renew(self, op: int, renewal: Renewal, why: int, acts: Sequence[Act]) -> None:
-        """The same of an op that overwrites values in place."""
+    def _renew(self, op: int, renewal: Renewal, acts: Sequence[Act]) -> None:
+        """Run an op that overwrites values in place."""
         copies, home, bit = self._copies, self._home, 1 << self._home
         reads, pairs, ns = renewal
+        if self._is_watched:
+            self._asked.reach(op, reads)
         for tensor in reads:
             if copies.held[tensor] & (bit | LEAVING) != bit:
-                copies.restore(reads, home, op)
+                self._restore(op)
                 break
         copies.wait_to_overwrite(pairs, reads, home, op)
         now = copies.now
         is_due = ns > 0 and copies.run_beside(self._prepared.operands[op], now + ns)
-        copies.ran(now, op, why)
+        copies.ran(now, op, RUN)
         copies.take_over(pairs, home, op)
         copies.op_ended(is_due)
         self._act(acts, op)
@@ -158,6 +280,18 @@ class Device:
                 copies.drop(act[1], act[2], op)
             else:
                 copies.wait_for_copy(act[1], op)
+
+    def _answer(self, acts: Sequence[Act], op: int) -> None:
+        """What an online part has the device do before an op, in order."""
+        for act in acts:
+            if act.kind == "wait":
+                self._copies.wait_for_copy(act.target, op)
+            elif act.kind != "recompute":
+                self._asked.apply((act,), op)
+            elif act.target < op:
+                self._recompute(act.target, counted=False)
+            else:
+                raise Elsewhere
 
     # ---- the end -----------------------------------------------------------------------------
 

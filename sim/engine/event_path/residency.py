@@ -132,7 +132,7 @@ class Residency:
         self._clock = clock
         self.is_watched = online is not None
         self.news: list[ChangeFields] = []
-        self.note: Callable[[ChangeFields], None] | None = self.news.append if online and _listens(online) else None
+        self.note: Callable[[ChangeFields], None] | None = self.news.append if online and listens(online) else None
 
     # ---- copies ------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Residency:
         self.awaited.pop(tensor, None)
 
 
-def _listens(online: Online) -> bool:
+def listens(online: Online) -> bool:
     """Whether an online part has a use for what it is told."""
     kind = type(online)
     return kind.notice is not Online.notice or kind.notice_all is not Online.notice_all
