@@ -23,7 +23,7 @@ from sim.engine.event_path.record import Columns
 from sim.engine.prepare import prepare
 from sim.engine.replay import replay
 from sim.engine.resolve import Resolved
-from sim.errors import IllegalPlan, TiersimError
+from sim.errors import IllegalPlan, Thrashing, TiersimError
 from sim.experiment import problem_for, reference_run
 from sim.hardware.platform import Member, Platform, Pool
 from sim.log import STALLS, EventLog
@@ -51,10 +51,12 @@ def is_taken(plan: Plan, platform: Platform) -> bool:
         resolved = Resolved(plan, platform, prepared)
     except IllegalPlan:
         return False
-    return (
-        covered.covers(plan, platform, prepared, resolved)
-        and device.run(plan, platform, prepared, resolved, 100) is not None
-    )
+    if not covered.covers(plan, platform, prepared, resolved):
+        return False
+    try:
+        return device.run(plan, platform, prepared, resolved, 100) is not None
+    except Thrashing:
+        return False
 
 
 # ---- random plans --------------------------------------------------------------------------------
@@ -320,6 +322,21 @@ def test_what_an_online_part_may_not_do_is_refused_as_ever(what):
             replay(plan, machine)
     else:
         assert_equal(plan, machine)
+
+
+def test_a_run_that_recomputes_without_end_is_refused_with_the_log_of_what_ran(monkeypatch):
+    trace, machine = TRACES["w1"], load_profile("a100_40_pcie")
+    limited = machine.with_budget(int(0.6 * home_peak(reference_run(trace, machine))))
+    plan, refusals = load("dtr").plan(problem_for(trace, limited)), []
+    for fast in (True, False):
+        with pytest.raises(Thrashing) as caught:
+            replay(plan, limited, fast=fast, recompute_limit=0.05)
+        refusals.append((str(caught.value), caught.value.log))
+    assert refusals[0] == refusals[1]
+    assert refusals[0][1].counters["implicit_recomputes"] > 0
+    monkeypatch.setattr("sim.engine.replay.run", None)  # it does not begin again
+    with pytest.raises(Thrashing):
+        replay(plan, limited, recompute_limit=0.05)
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.45])

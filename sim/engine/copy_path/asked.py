@@ -14,14 +14,14 @@ from sim.engine.copy_path.wires import Elsewhere
 from sim.engine.prepare import Prepared
 from sim.engine.resolve import Act, Resolved
 from sim.hardware.platform import Platform
-from sim.plan import Need, Online, Plan
+from sim.plan import Action, Drop, Need, Online, Plan
 
 
 class Asked:
     """Asks the online part and does what it says.
 
     asks_before: whether it is asked before each op.
-    last_read: by tensor when an op that reads it was last reached, -1 for never.
+    reached: by op when it was last reached, or was to be recomputed, -1 for never.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Asked:
         resolved: Resolved,
         copies: Copies,
     ) -> None:
-        self.last_read = [-1] * len(prepared.size)
+        self.reached = [-1] * len(prepared.plain)
         self.asks_before = online is not None and type(online).before is not Online.before
         self._online = online
         self._resolved = resolved
@@ -41,7 +41,8 @@ class Asked:
         self._producer = prepared.producer
         self._tiers = [tier.name for tier in platform.tiers]
         self._home = self._tiers[prepared.home[prepared.main[0]]]
-        self._view = View(copies, self._tiers, platform.tier_ids, self.last_read)
+        self._ids = platform.tier_ids
+        self._view = View(copies, self._tiers, platform.tier_ids, prepared.trace, self.reached)
         self._anchor = 0
         if online is not None or plan.keep_dead:
             copies.ask_with(self.relieve)
@@ -49,17 +50,16 @@ class Asked:
     def reach(self, op: int, reads: Sequence[int]) -> None:
         """The program has come to an op, which reads these."""
         self._anchor = op
-        self.note_reads(reads)
+        self.note_reads(op, reads)
 
-    def note_reads(self, reads: Sequence[int]) -> None:
+    def note_reads(self, op: int, reads: Sequence[int]) -> None:
         """An op is to run, or to be recomputed, and reads these."""
-        copies, last_read = self._copies, self.last_read
-        now = copies.now
-        for tensor in reads:
-            last_read[tensor] = now
+        copies = self._copies
+        self.reached[op] = now = copies.now
         if copies.is_told:
             name = self._home
-            copies.news += [("read", tensor, name, now) for tensor in reads]
+            for tensor in reads:
+                copies.news.append(("read", tensor, name, now))
 
     def tell(self) -> None:
         """Tell the online part what has changed since it was last asked."""
@@ -81,19 +81,35 @@ class Asked:
         if online is None:
             return []
         self._anchor = op
-        self.tell()
+        if self._copies.news:
+            self.tell()
         try:
             answer = online.before(op, self._view)
-            acts = self._resolved.answer(answer, 0) if answer else []
+            if self._view.is_short_sighted:
+                raise Elsewhere
+            if not answer or (type(answer) is list and self._are_dropped(answer, op)):
+                return []
+            acts = self._resolved.answer(answer, 0)
         except Exception as error:
             raise Elsewhere from error
-        if self._view.is_short_sighted:
-            raise Elsewhere
         for act in acts:
             if act.kind == "wait" or act.kind == "recompute":
                 return acts
         self.apply(acts, op)
         return []
+
+    def _are_dropped(self, answer: list[Action], op: int) -> bool:
+        """Whether all of an answer are drops of copies by ids, which then have been carried out."""
+        copies, ids, drops = self._copies, self._ids, list[tuple[int, int]]()
+        for action in answer:
+            if type(action) is not Drop or type(action.tensor) is not int or action.tier not in ids:
+                return False
+            drops.append((action.tensor, ids[action.tier]))
+        for tensor, tier in drops:
+            if tensor < 0 or self._producer[tensor] >= self._anchor or copies.pins[tensor]:
+                raise Elsewhere
+            copies.drop(tensor, tier, op)
+        return True
 
     def apply(self, acts: Sequence[Act], op: int) -> None:
         """Drops and moves of an answer, at an op. Raises Elsewhere for what may not be dropped or moved."""
@@ -104,7 +120,7 @@ class Asked:
                 raise Elsewhere
             if move is None:
                 copies.drop(tensor, tier, op)
-            elif move.wire is not None or move.codec is not None or move.delay:
+            elif move.wire is not None or move.codec is not None:
                 raise Elsewhere
             else:
                 copies.move(act, op)

@@ -18,7 +18,7 @@ from sim.engine.resolve import Act, Resolved
 from sim.errors import IllegalPlan
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, CHANGE_COLUMNS, INTERVAL_COLUMNS, STALL, WHY, Ints
-from sim.plan import ChangeFields
+from sim.plan import ChangeFields, Move
 
 LEAVING = 1 << 62
 """Bit of `Copies.held` of a tensor whose copy under way will release its source."""
@@ -100,6 +100,7 @@ class Copies:
         self._target = [-1] * tensors
         self._op = [-1] * tensors
         self._priority = [0] * tensors
+        self._delay = [0] * tensors
         self._keeps = [False] * tensors
         self._drops_target = [False] * tensors
         self._under_way = 0
@@ -122,21 +123,22 @@ class Copies:
                 if target == self._way[tensor][0]:
                     self._count_cancelled(tensor)
                 self._cancel(tensor)
-            self._begin(tensor, target, move.keep, move.priority, op)
+            self._begin(tensor, target, move, op)
         if self.put_off and tensor in self.put_off and self.stage[tensor] == NONE:
             self._release_put_off(tensor, op)
             self.free_if_dead(tensor, op)
 
-    def _begin(self, tensor: int, target: int, keep: bool, priority: int, op: int) -> None:
+    def _begin(self, tensor: int, target: int, move: Move, op: int) -> None:
         held, bit = self.held[tensor], 1 << target
         if not held:
             self.counters["ignored_actions"] += 1
             return
         if held & bit:
-            if held != bit and not keep:
+            if held != bit and not move.keep:
                 self._release(tensor, self._way_to(tensor, held & ~bit, target)[0], op, MOVED_OUT)
             return
-        self._note(tensor, target, keep, priority, op)
+        self._note(tensor, target, move.keep, op)
+        self._priority[tensor], self._delay[tensor] = move.priority, move.delay
         if self._outside[target] or self.used[target] + self._size[tensor] > self.capacity[target]:
             self.stage[tensor] = OUTSIDE
             self._outside[target].append(tensor)
@@ -144,9 +146,10 @@ class Copies:
         else:
             self._admit(tensor, op)
 
-    def _note(self, tensor: int, target: int, keep: bool, priority: int, op: int) -> None:
+    def _note(self, tensor: int, target: int, keep: bool, op: int) -> None:
         self._way[tensor] = self._way_to(tensor, self.held[tensor], target)
-        self._target[tensor], self._op[tensor], self._priority[tensor] = target, op, priority
+        self._target[tensor], self._op[tensor] = target, op
+        self._priority[tensor] = self._delay[tensor] = 0
         self._keeps[tensor], self._drops_target[tensor] = keep, False
         self._under_way += 1
 
@@ -172,7 +175,7 @@ class Copies:
         if not self._keeps[tensor]:
             self._begin_leaving(tensor)
         self.stage[tensor] = ADMITTED
-        self.wires.submit(tensor, self._way[tensor][1], self._priority[tensor])
+        self.wires.submit(tensor, self._way[tensor][1], self._priority[tensor], self._delay[tensor])
         self.is_stale = True
 
     def _redirect(self, tensor: int, target: int, keep: bool) -> None:
@@ -252,10 +255,14 @@ class Copies:
 
     def drop(self, tensor: int, tier: int, op: int) -> None:
         """Release one copy, as the plan says. Where it keeps dead tensors, dropping one is what frees it."""
-        if self.held[tensor] >> tier & 1:
-            self._release(tensor, tier, op, FREED if tensor in self.dead else DROPPED)
-        else:
+        if not self.held[tensor] >> tier & 1:
             self.counters["ignored_actions"] += 1
+            return
+        cause = FREED if tensor in self.dead else DROPPED
+        if self.stage[tensor] or self.pins[tensor]:
+            self._release(tensor, tier, op, cause)
+        else:
+            self._release_now(tensor, tier, op, cause)
 
     def _release(self, tensor: int, tier: int, op: int, cause: int) -> None:
         """Release one copy now, or when its last reader or the copy that is made of it has done with it."""
@@ -266,8 +273,12 @@ class Copies:
             self._release_now(tensor, tier, op, cause)
 
     def _release_now(self, tensor: int, tier: int, op: int, cause: int) -> None:
+        size = self._size[tensor]
         self.held[tensor] &= ~(1 << tier)
-        self._give(tensor, tier, op, cause)
+        self.used[tier] -= size
+        self.changes += (self.now, tier, -size, tensor, op, cause)
+        if self.waiting:
+            self._offer(tier)
         if self._lazy:
             self.dead.pop(tensor, None)
         if self.is_told:
@@ -443,7 +454,7 @@ class Copies:
                 if held[tensor]:
                     self.wait_for_space(tier, self._size[tensor], op, self.reading(tensor))
                     self.counters["implicit_moves"] += 1
-                    self._note(tensor, tier, True, 0, op)
+                    self._note(tensor, tier, True, op)
                     self._admit(tensor, op)
             elif self._target[tensor] != tier:
                 raise Elsewhere
@@ -479,7 +490,7 @@ class Copies:
             self._wait_for_end(old, "hazard", op)
         self.unpin(reads)
         for old, new in pairs:
-            if not self.held[old] >> tier & 1 or old in self.put_off or not self.is_absent(new):
+            if not self.held[old] >> tier & 1 or not self.is_absent(new):
                 raise Elsewhere
 
     def is_absent(self, tensor: int) -> bool:

@@ -83,7 +83,7 @@ def _moves(prepared: Prepared, resolved: Resolved) -> int | None:
                 elif producer[target] >= first:
                     return None
                 elif move is not None:
-                    if move.wire is not None or move.codec is not None or move.delay:
+                    if move.wire is not None or move.codec is not None:
                         return None
                     moves += 1
     renewals = prepared.renewals

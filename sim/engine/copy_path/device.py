@@ -26,7 +26,10 @@ WORKSPACE = CAUSE["workspace"]
 def run(
     plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolved, recompute_limit: float | None
 ) -> EventLog | None:
-    """The log of a run that is covered; None if it has to take the event path after all."""
+    """The log of a run that is covered; None if it has to take the event path after all.
+
+    Raises Thrashing with the log of what ran.
+    """
     program = program_of(prepared, resolved)
     if program is None:
         return None
@@ -39,10 +42,17 @@ def run(
         device.place()
         device.walk()
         device.close()
-    except (Elsewhere, Thrashing):
+    except Elsewhere:
         return None
+    except Thrashing as error:
+        error.attach(_log(copies, prepared, platform, complete=False))
+        raise
     if copies.now >= 2**62:
         return None  # more nanoseconds than a column holds
+    return _log(copies, prepared, platform, complete=True)
+
+
+def _log(copies: Copies, prepared: Prepared, platform: Platform, *, complete: bool) -> EventLog:
     intervals, changes = copies.tables()
     return EventLog(
         trace=prepared.trace,
@@ -51,6 +61,7 @@ def run(
         changes=changes,
         reserved=np.zeros((0, len(RESERVED_COLUMNS)), np.int64),
         end=copies.now,
+        complete=complete,
         counters=copies.counters,
     )
 
@@ -145,9 +156,8 @@ class Device:
             changes += (end, home, -workspace, -1, op, WORKSPACE)
         for tensor, _ in writes:
             held[tensor] |= bit
-        if is_told:
-            name = self._name
-            copies.news += [("came", tensor, name, end) for tensor, _ in writes]
+            if is_told:
+                copies.news.append(("came", tensor, self._name, end))
         copies.op_ended(is_due)
         if acts:
             self._act(acts, op)
@@ -185,7 +195,7 @@ class Device:
                 self._open(producer)
                 stack.append(producer)
             elif len(stack) > 1:
-                self._run_again(stack.pop(), counted=False)
+                self._finish_again(stack.pop(), counted=False)
             else:
                 break
         copies.unpin(reads[op])
@@ -194,28 +204,53 @@ class Device:
         """Recompute an op, as the plan says or its online part. counted: its reads were expected."""
         self._open(op)
         self._restore(op)
-        self._run_again(op, counted=counted)
+        self._finish_again(op, counted=counted)
 
     def _open(self, op: int) -> None:
-        """An op is to be recomputed: what it reads is pinned until it has ended. Raises Elsewhere for one in place."""
-        if self._prepared.plain[op] is None:
-            raise Elsewhere
+        """An op is to be recomputed: what it reads is pinned until it has ended."""
         self._recompute_limit.spend(op)
         self._copies.pin(self._prepared.reads[op])
         if self._is_watched:
-            self._asked.note_reads(self._prepared.reads[op])
+            self._asked.note_reads(op, self._prepared.reads[op])
 
-    def _run_again(self, op: int, *, counted: bool) -> None:
-        """Recompute an op that has what it reads. Results that are resident are recomputed in workspace.
+    def _finish_again(self, op: int, *, counted: bool) -> None:
+        """Recompute an op that has what it reads, and follow the steps of the instant at which it ends."""
+        copies, prepared = self._copies, self._prepared
+        plain = prepared.plain[op]
+        copies.pin(prepared.writes[op])
+        is_due = self._run_again(op, plain) if plain else self._renew_again(op, prepared.renewals[op])
+        copies.unpin(prepared.operands[op])
+        copies.op_ended(is_due, counted=counted)
+        copies.free_touched(prepared.touched[op], op)
+        if plain is None:
+            for old, _ in prepared.renewals[op].pairs:
+                copies.free_if_dead(old, op)
+        copies.ask_again()
+
+    def _renew_again(self, op: int, renewal: Renewal) -> bool:
+        """Recompute an op that overwrites values in place; whether something else ends then, too.
+
+        Raises Elsewhere where another op that is being restored needs one of these values.
+        """
+        copies, home = self._copies, self._home
+        reads, pairs, ns = renewal
+        if any(copies.pins[old] > (old in reads) for old, _ in pairs):
+            raise Elsewhere
+        copies.wait_to_overwrite(pairs, reads, home, op)
+        now = copies.now
+        is_due = ns > 0 and copies.run_beside((), now + ns)
+        copies.ran(now, op, RECOMPUTE)
+        copies.take_over(pairs, home, op)
+        return is_due
+
+    def _run_again(self, op: int, plain: Plain) -> bool:
+        """The same of one that does not. Results that are resident are recomputed in workspace.
 
         Raises Elsewhere where copies of its results are under way.
         """
         copies, prepared, home = self._copies, self._prepared, self._home
-        plain = prepared.plain[op]
-        assert plain is not None
         _, writes, out, workspace, ns = plain
         held, used, changes, bit = copies.held, copies.used, copies.changes, 1 << home
-        copies.pin(prepared.writes[op])
         spare = [tensor for tensor, _ in writes if held[tensor] & bit]
         if used[home] + out + workspace > copies.capacity[home]:
             copies.wait_for_space(home, out + workspace, op, "its results")
@@ -243,10 +278,7 @@ class Device:
                 held[tensor] |= bit
                 if copies.is_told:
                     copies.news.append(("came", tensor, self._name, end))
-        copies.unpin(prepared.operands[op])
-        copies.op_ended(is_due, counted=counted)
-        copies.free_touched(prepared.touched[op], op)
-        copies.ask_again()
+        return is_due
 
     def _renew(self, op: int, renewal: Renewal, acts: Sequence[Act]) -> None:
         """Run an op that overwrites values in place."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sim.engine.copy_path.copies import Copies
 from sim.engine.copy_path.wires import Elsewhere
+from sim.trace.graph import Trace
 
 
 class View:
@@ -16,11 +17,15 @@ class View:
     is_short_sighted: it has been asked for what this path does not know.
     """
 
-    def __init__(self, copies: Copies, names: Sequence[str], ids: Mapping[str, int], last_read: Sequence[int]) -> None:
+    def __init__(
+        self, copies: Copies, names: Sequence[str], ids: Mapping[str, int], trace: Trace, reached: Sequence[int]
+    ) -> None:
+        """reached: by op when it was last reached, -1 for never."""
         self._copies = copies
         self._names = names
         self._ids = ids
-        self._last_read = last_read
+        self._trace = trace
+        self._reached = reached
         self.is_short_sighted = False
 
     @property
@@ -61,7 +66,7 @@ class View:
 
     def last_read(self, tensor: int) -> int:
         """When an op that reads it was last reached; -1 for never."""
-        return self._last_read[tensor]
+        return max([self._reached[op] for op in self._trace.readers(tensor)], default=-1)
 
     def neighbours(self, tensor: int, tier: str) -> tuple[int, int]:
         """None: there are no addresses."""

@@ -37,6 +37,7 @@ class Wires:
         self.began = [-1] * tensors
         self._size = prepared.size
         self._link = [-1] * tensors
+        self._delay = [0] * tensors
         self._ticket = [0] * tensors  # of its place in the queue, 0 for none
         self._at = [0] * tensors  # when it ends, or begins to flow
         self._fixed = [link.fixed for link in links]
@@ -60,11 +61,12 @@ class Wires:
 
     # ---- queues ------------------------------------------------------------------------------
 
-    def submit(self, tensor: int, link: int, priority: int) -> None:
-        """Queue the copy of a tensor."""
+    def submit(self, tensor: int, link: int, priority: int, delay: int) -> None:
+        """Queue the copy of a tensor. delay: ns on top of the link's fixed time."""
         self._tickets += 1
         self._ticket[tensor] = self._tickets
         self._link[tensor] = link
+        self._delay[tensor] = delay
         self.began[tensor] = -1
         heappush(self._queues[link], (priority, self._tickets, tensor))
         self._stale.add(link)
@@ -92,7 +94,7 @@ class Wires:
     def _start(self, tensor: int, link: int, now: int) -> None:
         self._free[link] -= 1
         self.began[tensor] = now
-        size, fixed = self._size[tensor], self._fixed[link]
+        size, fixed = self._size[tensor], self._fixed[link] + self._delay[tensor]
         if not self._is_shared[link] or not size:
             end = self._at[tensor] = now + transfer_ns(size, self._rate[link], fixed)
             if end == now:
