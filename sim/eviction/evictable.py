@@ -8,7 +8,7 @@ tensor that is still needed depends on it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sim.declared import OneOf
 from sim.hardware.dispatch import added
-from sim.plan import Problem
+from sim.plan import Drop, Problem
 from sim.trace.columns import row_sums, rows_of
 from sim.trace.graph import Trace
 from sim.trace.index import TraceIndex
@@ -59,6 +59,7 @@ class Lineage:
     holders: per tensor how many ops read it, and one more where the program releases it.
     releases: per op the tensors that the program releases at its end.
     overwrites: per op the tensors that it overwrites in place and that cannot be recomputed afterwards.
+    drops: per tier and tensor the action that drops it there, once one was asked for.
     """
 
     reads: Sequence[tuple[int, ...]]
@@ -82,6 +83,17 @@ class Lineage:
     holders: list[int]
     releases: Mapping[int, tuple[int, ...]]
     overwrites: dict[int, tuple[int, ...]]
+    drops: dict[str, dict[int, Drop]] = field(default_factory=dict)
+
+    def drop(self, tensor: int, tier: str) -> Drop:
+        """The action that drops a tensor, the same in each run."""
+        known = self.drops.get(tier)
+        if known is None:
+            known = self.drops[tier] = {}
+        found = known.get(tensor)
+        if found is None:
+            found = known[tensor] = Drop(tensor, tier)
+        return found
 
 
 def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES, *, empty: bool = False) -> Lineage:
@@ -250,6 +262,7 @@ class CandidateSet:
 
     def __init__(self) -> None:
         self._ids = np.zeros(64, np.int64)
+        self._places = self._ids.data  # the same memory: several times faster for single values
         self._slot: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -274,7 +287,8 @@ class CandidateSet:
         at = len(self._slot)
         if at == len(self._ids):
             self._ids = np.concatenate((self._ids, np.zeros(at, np.int64)))
-        self._ids[at] = tensor
+            self._places = self._ids.data
+        self._places[at] = tensor
         self._slot[tensor] = at
 
     def remove(self, tensor: int) -> None:
@@ -282,6 +296,5 @@ class CandidateSet:
         at = self._slot.pop(tensor, -1)
         last = len(self._slot)
         if at >= 0 and at != last:
-            moved = int(self._ids[last])
-            self._ids[at] = moved
+            self._places[at] = moved = self._places[last]
             self._slot[moved] = at

@@ -48,16 +48,17 @@ class Evictor(Online):
     def __init__(self, lineage: Lineage, rules: Rules, *, tiers: Sequence[str], evicts: Sequence[str], seed: int):
         count = len(lineage.size)
         self.line = lineage
+        self._inputs, self._results, self._producers = lineage.reads, lineage.writes, lineage.producer
         self.rules = rules
         self.tiers = tuple(tiers)
         self.candidates = {tier: CandidateSet() for tier in evicts}
         self.bit = {tier: 1 << i for i, tier in enumerate(tiers)}
-        self._tier_of = {bit: tier for tier, bit in self.bit.items()}
         self.copies = [0] * count
         self.evicted = [False] * count  # produced, evicted, and part of the graph
         self.fixed = [False] * count  # something that its recomputation needs cannot be recomputed
         self.kin = Kin(lineage)
         self.table = ScoreTable(lineage)
+        self._orders = self.table.order
         self.random = Random(seed)
         self.ranking, self.price = ranking_for(
             rules.heuristic,
@@ -71,7 +72,10 @@ class Evictor(Online):
             random=self.random,
         )
         self.pinned: set[int] = set()
-        self._has_views, self._banishes = bool(lineage.view_of), rules.deallocation == "banish"
+        self._views = lineage.view_of
+        self._is_eager, self._banishes = rules.deallocation == "eager", rules.deallocation == "banish"
+        self._reload_is_access, self._counts_bytes = rules.reload_is_access, rules.ignore_small > 0
+        self._may_go = list(lineage.evictable)  # and not fixed
         self._pins = [0] * count
         self._produced = [False] * count
         self._banished = [False] * count
@@ -94,44 +98,43 @@ class Evictor(Online):
 
     def notice_all(self, changes: Sequence[ChangeFields]) -> None:
         """Update the state."""
-        copies, bits, pins, pinned, leaving = self.copies, self.bit, self._pins, self.pinned, self._leaving
-        candidates, evictable, fixed, access = self.candidates, self.line.evictable, self.fixed, self.table.accesses
-        released = self._released if self._banishes else None
-        views = self.line.view_of
+        copies, access, pins, leaving = self.copies, self.table.accesses, self._pins, self._leaving
         for change in changes:
             what, tensor, tier, now = change
-            if views and tensor in views:
+            if self._views and tensor in self._views:
                 self._notice_view(change)
             elif what == "read":
                 if self._overwritten:
                     self._lose_overwritten()
                 self._ended = -1
                 pins[tensor] += 1
-                pinned.add(tensor)
-                if released is None or not released[tensor]:
+                self.pinned.add(tensor)
+                if not self._banishes or not self._released[tensor]:
                     # under banishing a recomputation on the way to another tensor does not count as an access
                     access[tensor] = now
                 if tensor in leaving:
                     self.stay(tensor)
             elif what == "came":
-                if not copies[tensor]:
+                held = copies[tensor]
+                copies[tensor] = held | self.bit[tier]
+                if not held:
                     self._arrive(tensor, now)
-                elif self.rules.reload_is_access:
+                elif self._reload_is_access:
                     access[tensor] = now
-                copies[tensor] |= bits[tier]
-                if evictable[tensor] and not fixed[tensor] and tier in candidates:
-                    candidates[tier].add(tensor)
+                if self._may_go[tensor] and tier in self.candidates:
+                    self.candidates[tier].add(tensor)
             else:
-                copies[tensor] &= ~bits[tier]
-                if tier in candidates:
-                    candidates[tier].remove(tensor)
-                if tensor in leaving:
-                    del leaving[tensor]
-                if not copies[tensor] and not self.evicted[tensor]:
-                    if pins[tensor]:
-                        self._overwritten.append(tensor)
-                    else:
-                        self._lose(tensor)
+                copies[tensor] = held = copies[tensor] & ~self.bit[tier]
+                if leaving.pop(tensor, "") != tier and tier in self.candidates:  # what was to leave is none already
+                    self.candidates[tier].remove(tensor)
+                if held or self.evicted[tensor]:
+                    continue
+                if pins[tensor]:
+                    self._overwritten.append(tensor)
+                elif self.line.counts[tensor] and not self._banished[tensor]:
+                    self.evicted[tensor] = True
+                    if self.price is not None:
+                        self.price.went(tensor)
 
     def _notice_view(self, change: ChangeFields) -> None:
         """A view comes and goes with its storage; whoever reads it reads that, too."""
@@ -154,46 +157,47 @@ class Evictor(Online):
 
     def _arrive(self, tensor: int, now: int) -> None:
         """It is resident after it was nowhere: its producer has ended, or it exists from the beginning."""
-        line, table = self.line, self.table
-        producer = line.producer[tensor]
-        first = not self._produced[tensor]
-        if first:
+        producer, again = self._producers[tensor], self._produced[tensor]
+        if not again:
             self._produced[tensor] = True
-            table.accesses[tensor] = now
-            if self.rules.ignore_small and line.evictable[tensor] and line.size[tensor]:
-                self._produced_bytes += line.size[tensor]
+            self.table.accesses[tensor] = now
+            if self._counts_bytes and self.line.evictable[tensor] and self.line.size[tensor]:
+                self._produced_bytes += self.line.size[tensor]
                 self._produced_count += 1
         if producer < 0:
             return
         if self._ended != producer:
             self._end(producer)
-        if self._banished[tensor]:
-            self._strays.add(tensor)
         # results come before the reads that the op unlocks; of a first run the first result comes last
-        made = line.writes[producer]
-        place = made.index(tensor) if len(made) > 1 else 0
-        table.order[tensor] = self._order_before + (place or (len(made) if first else 0))
-        if self.evicted[tensor]:
-            self.evicted[tensor] = False
-            if self.price is not None:
-                self.price.came(tensor)
+        made = self._results[producer]
+        if made[0] != tensor:
+            self._orders[tensor] = self._order_before + made.index(tensor)
+        else:
+            self._orders[tensor] = self._order_before if again else self._order_before + len(made)
+        if again:
+            if self._banished[tensor]:
+                self._strays.add(tensor)
+            if self.evicted[tensor]:
+                self.evicted[tensor] = False
+                if self.price is not None:
+                    self.price.came(tensor)
 
     def _end(self, op: int) -> None:
         """An op has ended: what it read is evictable again, later than all before."""
         self._ended = op
-        locks, order, pinned = self._pins, self.table.order, self.pinned
+        pins, orders, pinned = self._pins, self._orders, self.pinned
         self._order_before = self._order
-        at = self._order + len(self.line.writes[op]) + 1
-        for tensor in self.line.reads[op]:
-            if locks[tensor] > 1:
-                locks[tensor] -= 1
+        at = self._order + len(self._results[op]) + 1
+        for tensor in self._inputs[op]:
+            orders[tensor] = at
+            at += 1
+            if pins[tensor] > 1:
+                pins[tensor] -= 1
             else:
-                locks[tensor] = 0
+                pins[tensor] = 0
                 pinned.discard(tensor)
                 if self._banishes and self._released[tensor]:
                     self._due.append(tensor)
-            order[tensor] = at
-            at += 1
         self._order = at
 
     def _lose(self, tensor: int) -> None:
@@ -213,7 +217,7 @@ class Evictor(Online):
     def stay(self, tensor: int) -> None:
         """An eviction was cancelled, because the tensor is needed or never left: it is a candidate again."""
         candidates = self.candidates[self._leaving.pop(tensor)]
-        if self.line.evictable[tensor] and not self.fixed[tensor]:
+        if self._may_go[tensor]:
             candidates.add(tensor)
 
     # ---- the dead ----------------------------------------------------------------------------
@@ -230,19 +234,20 @@ class Evictor(Online):
         """Free what the op before was the last to use; save what this one would make impossible to make."""
         if self._overwritten:
             self._lose_overwritten()
-        line = self.line
+        line, reads, writes = self.line, self._inputs, self._results
         device = line.device[op]
         done = self._at.get(device, -1)
         self._at[device] = op
         if done >= 0:
-            if not line.writes[done]:
+            if not writes[done]:
                 self._end(done)
-            holders, freeable, let_go = self._holders, line.freeable, line.releases.get(done, ())
-            for tensor in (*line.reads[done], *let_go) if let_go else line.reads[done]:
-                holders[tensor] -= 1
-                if not holders[tensor] and freeable[tensor]:
+            holders, freeable = self._holders, line.freeable
+            let_go = line.releases[done] if line.releases and done in line.releases else ()
+            for tensor in (*reads[done], *let_go) if let_go else reads[done]:
+                holders[tensor] = left = holders[tensor] - 1
+                if not left and freeable[tensor]:
                     self._due.append(tensor)
-            for tensor in line.writes[done]:
+            for tensor in writes[done]:
                 if not holders[tensor] and freeable[tensor] and tensor not in let_go:
                     self._due.append(tensor)
         self._ended = -1
@@ -260,40 +265,40 @@ class Evictor(Online):
 
     def _free_the_dead(self, memory: Memory) -> list[Action]:
         answer: list[Action] = []
-        due, self._due = dict.fromkeys(self._due), []  # one that died in flight is due twice
-        for tensor in due:
+        line, released, due = self.line, self._released, self._due
+        self._due = []
+        for tensor in due if len(due) == 1 else dict.fromkeys(due):  # one that died in flight is due twice
             if not self._produced[tensor] or memory.is_locked(tensor):
                 self._due.append(tensor)  # an op beside the device has not ended
                 continue
-            self._released[tensor] = True
-            recomputable = self.line.counts[tensor] and not self.fixed[tensor]
+            released[tensor] = True
             if self._banishes:
                 if not self._banished[tensor] and not self._has_evicted_child(tensor):
                     answer += self._banish(tensor)
-            elif not recomputable:
+            elif not line.counts[tensor] or self.fixed[tensor]:  # it cannot be recomputed
                 missed, all_of_it = self._made_from(tensor)
                 if missed:
                     self._due.append(tensor)
                 else:
                     self._fix(all_of_it)
-                    answer += self._drops(tensor)
-            elif self.rules.deallocation == "eager" or not self.line.evictable[tensor]:
-                answer += self._drops(tensor)
+                    self._add_drops(tensor, answer)
+            elif self._is_eager or not line.evictable[tensor]:
+                self._add_drops(tensor, answer)
         return answer
 
-    def _drops(self, tensor: int) -> list[Action]:
+    def _add_drops(self, tensor: int, answer: list[Action]) -> None:
+        """Add the drops of all its copies, and of its views, to an answer, unless it is leaving."""
         if tensor in self._leaving:
-            return []
+            return
         copies = self.copies[tensor]
-        alone = self._tier_of.get(copies)
-        tiers = (alone,) if alone is not None else [tier for tier, bit in self.bit.items() if copies & bit]
-        answer: list[Action] = []
-        for tier in tiers:
-            answer.append(Drop(tensor, tier))
-            if tier in self.candidates:
-                self.candidates[tier].remove(tensor)
-                self._leaving[tensor] = tier
-        return answer + self._drop_views(tensor) if self._has_views else answer
+        for tier, bit in self.bit.items():
+            if copies & bit:
+                answer.append(self.line.drop(tensor, tier))
+                if tier in self.candidates:
+                    self.candidates[tier].remove(tensor)
+                    self._leaving[tensor] = tier
+        if self._views:
+            answer += self._drop_views(tensor)
 
     def _has_evicted_child(self, tensor: int) -> bool:
         strays, copies, kin = self._strays, self.copies, self.kin
@@ -310,7 +315,9 @@ class Evictor(Online):
             if self.price is not None:
                 self.price.vanished(tensor)
         self._fix(c for c in self.kin.children[tensor] if self.copies[c] and not self._banished[c])
-        return self._drops(tensor)
+        answer: list[Action] = []
+        self._add_drops(tensor, answer)
+        return answer
 
     def _made_from(self, tensor: int) -> tuple[list[int], set[int]]:
         """The tensors that cannot be recomputed without this one, down to those that are resident and needed.
@@ -338,6 +345,7 @@ class Evictor(Online):
         """
         for tensor in tensors:
             self.fixed[tensor] = True
+            self._may_go[tensor] = False
             if self._released[tensor] and self.copies[tensor] and self.rules.deallocation != "banish":
                 self._due.append(tensor)
             for candidates in self.candidates.values():
@@ -375,7 +383,7 @@ class Evictor(Online):
             self._leaving[tensor] = need.tier
             if isinstance(action, Drop) and self.copies[tensor] == self.bit[need.tier]:
                 self._lose(tensor)
-                if self._has_views:
+                if self._views:
                     answer += self._drop_views(tensor)
         return answer
 

@@ -108,11 +108,11 @@ class CostClasses:
     """Union-find components of adjacent evicted tensors; a candidate counts each component it touches.
 
     A recomputed tensor takes its cost out of its component; what remains stays one component, so that costs
-    are a little too high. A bound leaves a sixteenth of a component's cost as slack; each component has a heap
+    are a little too high. A bound leaves a 64th of a component's cost as slack; each component has a heap
     of how much may leave it before whose bound is void.
     """
 
-    SLACK = 4
+    SLACK = 6
 
     def __init__(self, kin: Kin, table: ScoreTable, evicted: list[bool]) -> None:
         self._kin = kin
@@ -133,34 +133,45 @@ class CostClasses:
 
     def exact(self, tensor: int, limit: float) -> tuple[int, int] | None:
         """See `Price`."""
-        roots = {self._root(self._node[n]) for n in self._neighbours(tensor)}
+        nodes, parent, values = self._node, self._parent, self._value
         self._stamp[tensor] = stamp = self._stamp[tensor] + 1
         total = bound = self._kin.cost[tensor]
-        for root in roots:
-            value = self._value[root]
-            slack = max(value, 0) >> self.SLACK
-            total += value
-            bound += value - slack
-            self._watch_for(root, slack, tensor, stamp)
+        seen: list[int] = []
+        for other in self._neighbours(tensor):
+            root = nodes[other]
+            if parent[root] != root:
+                root = self._root(root)
+            if root not in seen:
+                seen.append(root)
+                value = values[root]
+                slack = max(value, 0) >> self.SLACK
+                total += value
+                bound += value - slack
+                self._watch_for(root, slack, tensor, stamp)
         self._table.weights[tensor] = bound
         return total, 0
 
     def went(self, tensor: int) -> None:
         """See `Price`."""
         self._stamp[tensor] += 1
-        node = len(self._parent)
-        self._parent.append(node)
-        self._value.append(self._kin.cost[tensor])
-        self._left.append(0)
-        self._watch.append(None)
-        self._node[tensor] = node
-        nodes, parent = self._node, self._parent
-        for other in self._neighbours(tensor):
-            root = nodes[other]
-            if parent[root] != root:
-                root = self._root(root)
-            if root != node:  # nor is it the tensor itself
-                node = self._merge(node, root)
+        nodes, parent, evicted, node = self._node, self._parent, self._evicted, -1
+        for other in self._adjacent(tensor):
+            if evicted[other] and other != tensor:
+                root = nodes[other]
+                if parent[root] != root:
+                    root = self._root(root)
+                if node < 0:
+                    node = root
+                elif root != node:
+                    node = self._merge(node, root)
+        if node < 0:  # it is a class of its own
+            node = len(parent)
+            parent.append(node)
+            self._value.append(0)
+            self._left.append(0)
+            self._watch.append(None)
+        nodes[tensor] = node
+        self._value[node] += self._kin.cost[tensor]
 
     def came(self, tensor: int) -> None:
         """See `Price`."""
@@ -185,9 +196,13 @@ class CostClasses:
         self._stamp[tensor] += 1
         self._table.weights[tensor] = self._kin.cost[tensor]
 
+    def _adjacent(self, tensor: int) -> tuple[int, ...]:
+        """The tensors whose classes one joins or counts, where they are evicted."""
+        return self._kin.around[tensor]
+
     def _neighbours(self, tensor: int) -> list[int]:
         evicted = self._evicted
-        return [n for n in self._kin.around[tensor] if evicted[n]]
+        return [n for n in self._adjacent(tensor) if evicted[n]]
 
     def _root(self, node: int) -> int:
         parent = self._parent

@@ -53,11 +53,12 @@ class Ranking:
         if len(slots) == len(ids):
             return -1
         scores = self._scores(ids, now)
-        scores[slots] = math.inf
+        for at in slots:
+            scores[at] = math.inf
         exact: dict[int, float] = {}
         while True:
             at = int(scores.argmin())
-            least = float(scores[at])
+            least = scores.item(at)
             if least != least:  # 0 / 0, which counts as infinite too
                 scores[np.isnan(scores)] = math.inf
                 continue
@@ -67,9 +68,9 @@ class Ranking:
             if self._price is not None and at not in exact:
                 self._look(ids, at, now, scores, exact)
                 continue
-            near = np.flatnonzero(scores <= least + abs(least) * NEAR)
+            near = (scores <= least + abs(least) * NEAR).nonzero()[0]
             if len(near) == 1:
-                return int(ids[at])
+                return ids.item(at)
             tied = near.tolist()
             fresh = [i for i in tied if i not in exact]
             for i in fresh:
@@ -100,7 +101,7 @@ class Ranking:
         self, ids: NDArray[np.int64], at: int, now: int, scores: NDArray[np.float64], exact: dict[int, float]
     ) -> None:
         """Replace a bound by the exact score, or by a bound eight times as high."""
-        tensor = int(ids[at])
+        tensor = ids.item(at)
         score = self._quotient(tensor, now, 8 * self._table.weights[tensor])
         if score is None:
             scores[at] = self._scores(ids[at : at + 1], now)[0]
@@ -108,8 +109,10 @@ class Ranking:
             scores[at] = exact[at] = score
 
     def _quotient(self, tensor: int, now: int, limit: float) -> float | None:
-        top, seen = int(self._table.weights[tensor]), int(self._table.accesses[tensor])
-        if self._price is not None:
+        seen = int(self._table.accesses[tensor]) if self._staleness != "none" else 0
+        if self._price is None:
+            top = int(self._table.weights[tensor])
+        else:
             exact = self._price.exact(tensor, limit)
             if exact is None:
                 return None

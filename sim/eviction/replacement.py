@@ -140,19 +140,20 @@ class LeastRecent(Replacement):
 
     def notice_all(self, changes: Sequence[ChangeFields]) -> None:
         """Keep the order of last use, with its times; what `Replacement` notes, without another call per change."""
-        movable, used, going, hits, reads = self.movable, self.used, self._going, self._hits, self._reads
-        below, mine = self.below, self.below.mine
+        movable, used, going, mine = self.movable, self.used, self._going, self.below.mine
+        hits, reads = self._hits, self._reads
         for change in changes:
             what, tensor, tier, now = change
-            if tensor in mine:
-                below.notice(change)
+            if what != "read" and tensor in mine:  # reads are nothing to `Below`
+                self.below.notice(change)
             if not movable[tensor] or tier not in used:
                 continue
-            going[tier].pop(tensor, None)
+            if going[tier]:
+                going[tier].pop(tensor, None)
             seldom, often = used[tier]
             was = seldom.pop(tensor, None)
             if not hits:  # all are alike
-                if what == "came" or (what == "read" and was is not None):
+                if what == "came" or (was is not None and what == "read"):
                     seldom[tensor] = now
                 continue
             if what == "read":

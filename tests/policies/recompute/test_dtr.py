@@ -401,3 +401,21 @@ def test_which_roles_are_evicted_is_a_parameter():
     for policy in ("dtr", "delta", "megtaichi"):
         with pytest.raises(PolicyError, match=r"evicts is .'activations',.; .*did you mean 'activation'"):
             load(policy, evicts=("activations",))
+
+
+# ---- growth --------------------------------------------------------------------------------------
+
+
+def test_a_choice_computes_hardly_more_costs_exactly_on_a_larger_trace(monkeypatch):
+    """A bound too loose has all be looked at that are nearly as good, which are ever more."""
+    looked, exact = [], CostClasses.exact
+    monkeypatch.setattr(CostClasses, "exact", lambda *given: looked.append(1) or exact(*given))
+
+    def per_choice(layers: int) -> float:
+        looked.clear()
+        trace = w1(layers)
+        budget = int(0.6 * run(trace, 1 << 50).peak)
+        log = run(trace, budget, **EQ).log
+        return len(looked) / log.counters["pressure_calls"]
+
+    assert per_choice(160) < 1.25 * per_choice(20)

@@ -59,10 +59,10 @@ class ProducerClasses(CostClasses):
         self._stamp[tensor] += 1
         self._table.weights[tensor] = self._base(tensor)
 
-    def _neighbours(self, tensor: int) -> list[int]:
+    def _adjacent(self, tensor: int) -> tuple[int, ...]:
         if self._both:
-            return super()._neighbours(tensor)
-        return [n for n in (*self._kin.parents[tensor], *self._beside(tensor)) if self._evicted[n]]
+            return super()._adjacent(tensor)
+        return (*self._kin.parents[tensor], *self._beside(tensor))
 
     def _beside(self, tensor: int) -> list[int]:
         """The other results of its producer."""
