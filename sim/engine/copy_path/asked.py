@@ -1,7 +1,7 @@
 """The online part of a run on the copy path: told what has changed, asked before ops and where memory is short.
 
 The rules are those of the event path's `decisions`. What is refused, and what an online part raises, is left to that
-path, which begins the run again with a new online part.
+path, which starts from the beginning, with a new online part.
 """
 
 from __future__ import annotations
