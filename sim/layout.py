@@ -30,7 +30,7 @@ from sim.rewrites.dimensions import TENSOR, column_axis, dimensions, is_divided,
 from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
 from sim.rewrites.gradient_buffer import gradient_buffers
-from sim.rewrites.layer_parts import ATTENTION, MLP, LayerPart, layer_parts
+from sim.rewrites.layer_parts import ATTENTION, MLP, VOCABULARY, LayerPart, layer_parts
 from sim.rewrites.next_step import updates_by_layer, without_barrier
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.schedules import SCHEDULES, device_of, parts_per_device, refusal
@@ -489,9 +489,7 @@ def check_division(
     _check_rows_of_experts(trace, sequence_parallel)
     check_by_tokens(trace, by_tokens, cp * tp)
     most = divisible(trace, by_tokens)
-    if by_tokens and not most:  # the vocabulary alone, which need not divide
-        return
-    if not most:
+    if not most and not by_tokens:  # else of the vocabulary alone, which need not divide
         raise LayoutError("tp: the trace has no layers that are known to divide; nearest: 1")
     if most % tp:
         raise LayoutError(f"tp: {tp} does not divide heads and columns ({most}); nearest: {nearest_divisor(most, tp)}")
@@ -573,12 +571,17 @@ def check_by_tokens(trace: Trace, by_tokens: tuple[LayerPart, ...], ranks: int) 
     """Raise LayoutError for parts of layers that so many ranks cannot divide by tokens."""
     names = [name for t, name in enumerate(trace.tensor_columns.name) if trace.producer[t] < 0]
     weights = list(filter(is_divided, names))
+    layers = max(op_layers(trace).tolist(), default=-1) + 1
     for part in by_tokens:
+        if part.last >= layers:
+            nearest = replace(part, first=min(part.first, layers - 1), last=layers - 1)
+            raise LayoutError(f"by_tokens: no '{part}' in a model of {layers} layers; nearest: '{nearest}'")
         if not any(map(part.has, weights)):
-            layers = max(op_layers(trace).tolist(), default=-1) + 1
-            raise LayoutError(f"by_tokens: no '{part}' in a model of {layers} layers; nearest: '{part.part}'")
+            raise LayoutError(f"by_tokens: the trace has no '{part}' that is known to divide; nearest: ''")
         if part.part == MLP and any(part.has(name) and ".router." in name for name in names):
             raise LayoutError("by_tokens: experts are divided by columns, or by ep; nearest: 'attention'")
+        if part.part == VOCABULARY and trace.meta.get("loss") == CHUNKED:
+            raise LayoutError("by_tokens: the chunks of loss 'chunked' are of all tokens; nearest: 'mlp'")
     if by_tokens and not any(is_divided(name, by_tokens) for name in weights):
         raise LayoutError(f"by_tokens: nothing is left that heads or columns divide; nearest: cp {ranks} without tp")
     if any(part.part == ATTENTION for part in by_tokens) and not any(op.kind == "attention" for op in trace.ops):

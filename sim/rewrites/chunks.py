@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from sim.rewrites.batching import batched
 from sim.rewrites.rewriter import Rewriter, slice_of
@@ -244,8 +245,9 @@ def _rows(new: Rewriter, t: Tensor, name: str, first: int, stop: int, count: int
 
 
 def _tokens(trace: Trace, product: Op) -> int:
-    shape = trace.tensor_columns.shape[product.writes[0]]
-    return shape[0]
+    """The rows of a head's input; of its result, a part of a vocabulary without a rest, the shape may be unknown."""
+    shape = trace.tensor_columns.shape
+    return prod(next(shape[t] for t in (product.writes[0], product.reads[0]) if t in shape)[:-1])
 
 
 def _only(expr: Expr) -> int:

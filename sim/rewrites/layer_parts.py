@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sim.errors import LayoutError, near
@@ -13,7 +14,7 @@ PARTS = (ATTENTION, MLP, VOCABULARY)
 
 _WEIGHT = re.compile(r"h(\d+)\.(attn|mlp)\.")
 _OF_NAME = {"attn": ATTENTION, "mlp": MLP}
-_SAID = re.compile(r"\s*([a-z_]+)(?:\s+(\d{1,9})(?:-(\d{1,9}))?)?\s*")
+_SAID = re.compile(r"\s*([a-z_]+)(?:\s+([0-9]{1,9})(?:-([0-9]{1,9}))?)?\s*")
 
 
 @dataclass(frozen=True, order=True)
@@ -45,13 +46,14 @@ def layer_parts(said: object, key: str) -> tuple[LayerPart, ...]:
 
     Raises LayoutError naming what is not a part, and the nearest.
     """
-    if isinstance(said, LayerPart):
-        return (said,)
     if isinstance(said, str):
-        pieces = said.split(",") if said.strip() else []
-        return tuple(sorted({_part(piece, key) for piece in pieces}))
-    if isinstance(said, list | tuple):
-        return tuple(sorted({part for each in said for part in layer_parts(each, key)}))
+        pieces: Sequence[object] = said.split(",") if said.strip() else []
+    elif isinstance(said, list | tuple):
+        pieces = said
+    else:
+        pieces = [said]
+    if all(isinstance(piece, str | LayerPart) for piece in pieces):
+        return tuple(sorted({_part(str(piece), key) for piece in pieces}))
     raise LayoutError(f"{key}: needs parts of layers such as 'mlp, attention 0-3', has {said!r}; nearest: 'mlp'")
 
 

@@ -68,7 +68,7 @@ from sim.rewrites.dimensions import (
     operands,
     token_axis,
 )
-from sim.rewrites.layer_parts import LayerPart
+from sim.rewrites.layer_parts import VOCABULARY, LayerPart
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.rewrites.ring_attention import RingAttention
 from sim.rewrites.slots import split_updates
@@ -126,6 +126,7 @@ class _Division:
     forms: per tensor of the old trace, the new ones that hold it: whole, or this rank's share along a dimension.
     term: of a tensor of which this rank has a term of a sum only, the dimension summed over and the new tensor.
     gathered: what has been gathered for ops of a phase and layer.
+    looks_up_own: whether embeddings are whole, so that each rank looks up those of its tokens.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class _Division:
         self.gathered: dict[tuple[int, str, int], int] = {}
         self.blocks = RingAttention(self.new, self.dims, ranks, self._by_tokens, self._of_blocks, self._fields)
         self.is_ring = ring
+        self.looks_up_own = any(part.part == VOCABULARY for part in by_tokens)
 
     @property
     def _of_all(self) -> dict[str, Any]:
@@ -230,6 +232,7 @@ class _Division:
             return terms.pop(), True
         some = used or op.writes if self.context else used  # of what is filled with zeros, its results
         by_tokens = any(t in dims.has[CONTEXT] if self.context else self._has_own_tokens(t) for t in some)
+        by_tokens = by_tokens or (self.looks_up_own and op.kind == "embedding")
         if self.tokens and by_tokens and dims.divides(op.id, self.tokens):
             return self.tokens, False
         if self.context and self._mixes_tokens(op):

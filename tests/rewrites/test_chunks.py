@@ -176,6 +176,18 @@ def test_gradients_that_nobody_wants_are_of_no_part(config: dict, options: dict)
 
 
 @pytest.mark.parametrize("layout", [
+    {"tp": 2}, {"tp": 4, "sequence_parallel": True}, {"tp": 2, "dp": 2, "micro_batches": 2}, {"tp": 2, "cp": 2},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=lambda config: config["model_type"])
+def test_a_vocabulary_need_not_divide_among_the_ranks(config: dict, layout: dict) -> None:
+    """As GPT-2's 50,257: a rank's part of it is rounded, and has no shape."""
+    base = transformer({**config, "vocab_size": 131}, batch=4, sequence=700, loss="chunked", precision="bf16")
+    trace, _ = lay_out(base, "a100_80_sxm", layout)
+    assert found(trace, base).keys() <= {"repeated"}
+    assert found(all_ranks(trace), base).keys() <= {"repeated"}
+
+
+@pytest.mark.parametrize("layout", [
     {"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "micro_batches": 2}, {"dp": 4, "ep": 2, "zero": 3},
 ])  # fmt: skip
 @pytest.mark.parametrize("stack", ["eager", "compiled"])

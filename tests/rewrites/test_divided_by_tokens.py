@@ -13,17 +13,21 @@ from sim import simulate
 from sim.errors import LayoutError
 from sim.layout import Layout, lay_out, to_layout
 from sim.layout_search import divisions, search_layouts
-from sim.rewrites.layer_parts import layer_parts
+from sim.rewrites.layer_parts import LayerPart, layer_parts
 from sim.rewrites.ranks import all_ranks
 from sim.rewrites.tensor_parallel import divide_layers
 from sim.rewrites.values import departures
 from sim.trace import Trace
+from sim.trace.phases import saved_tensors
 from tests.rewrites.test_replicas import line, named, op_named, peaks, reading
 from tests.rewrites.test_schedules import FAMILIES
 from tests.rewrites.test_tensor_parallel import GPT, among, traffic
 from workloads import transformer
 
-SETS = ["mlp", "attention", "vocabulary", "mlp, vocabulary", "mlp, attention", "attention 0, mlp 1"]
+SETS = [
+    *("mlp", "attention", "vocabulary", "mlp, vocabulary", "mlp, attention", "attention, vocabulary"),
+    *("attention 0, mlp 1", "attention 0, vocabulary"),
+]
 B, S, H = 4, 16, 32
 
 
@@ -42,7 +46,7 @@ def divided(said: str, ranks: int = 2, family: str = "gpt2", precision: str = "m
 @given(
     st.sampled_from(sorted(FAMILIES)),
     st.sampled_from(SETS),
-    st.sampled_from(("fp32", "amp_bf16", "mixed_bf16", "megatron_bf16")),
+    st.sampled_from(("bf16", "amp_bf16", "mixed_bf16", "megatron_bf16")),
     st.sampled_from(("torch", "fused", "vocab_parallel")),
     st.fixed_dictionaries(
         {
@@ -58,8 +62,7 @@ def test_any_parts_in_any_layout_compute_the_same(
     family: str, said: str, precision: str, loss: str, layout: dict
 ) -> None:
     config = {**FAMILIES[family], "model_type": family}
-    attention = "sdpa" if precision == "fp32" else "flash"
-    base = transformer(config, batch=4, sequence=16, precision=precision, loss=loss, attention=attention)
+    base = transformer(config, batch=4, sequence=16, precision=precision, loss=loss, attention="flash")
     trace, _ = lay_out(base, "a100_80_sxm", {"tp": 2, "sequence_parallel": True, "by_tokens": said, **layout})
     assert {each.what for each in departures(trace, base)} <= {"repeated"}
     assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
@@ -105,6 +108,19 @@ def test_attention_by_tokens_gathers_keys_and_values(t: int) -> None:
     of_mlp = [("forward", one)] * 2 + [("backward", one)] * 3
     of_attention = [("forward", 3 * one), ("backward", 3 * one), ("backward", one), ("backward", one)]
     assert sorted((phase, size) for phase, _, size in traffic(trace, 0)) == sorted(of_mlp + of_attention)
+
+
+@pytest.mark.parametrize("said", SETS)
+def test_a_rank_saves_its_tokens_of_what_every_layer_begins_with(said: str) -> None:
+    """s b h / t (34) of each layer, whichever parts are divided by tokens, but for keys and values of all tokens."""
+    base = transformer({**GPT, "n_layer": 2}, batch=B, sequence=S, precision="bf16", attention="flash", dropout=0)
+    plain, own = (divide_layers(base, 2, True, by_tokens=layer_parts(parts, "by_tokens")) for parts in ("", said))
+
+    def saved(trace: Trace) -> int:
+        kept = (trace.tensors[t] for t in saved_tensors(trace).tolist())
+        return sum(t.bytes for t in kept if t.layer == 0 and not t.name.endswith((".mean", ".rstd")))
+
+    assert saved(own) == saved(plain)
 
 
 @pytest.mark.parametrize("t", [2, 4])
@@ -179,7 +195,12 @@ def test_parts_are_said_in_one_way() -> None:
     [
         ({"sequence_parallel": False, "by_tokens": "mlp"}, "only with sequence_parallel; nearest: ''"),
         ({"by_tokens": "mpl"}, r"'mpl' is not one of attention, mlp, vocabulary \(did you mean 'mlp'\?\)"),
-        ({"by_tokens": "mlp 7"}, "no 'mlp 7' in a model of 2 layers; nearest: 'mlp'"),
+        ({"by_tokens": "mlp 7"}, "no 'mlp 7' in a model of 2 layers; nearest: 'mlp 1'"),
+        ({"by_tokens": "mlp 0-7"}, "no 'mlp 0-7' in a model of 2 layers; nearest: 'mlp 0-1'"),
+        ({"by_tokens": "mlp \u0661"}, "is not one of attention, mlp, vocabulary"),
+        ({"by_tokens": [["mlp"]]}, "needs parts of layers"),
+        ({"by_tokens": LayerPart("heads")}, "'heads' is not one of attention, mlp, vocabulary"),
+        ({"tp": 3, "by_tokens": "attention, mlp"}, "tp: 3 does not divide the sequence of 16; nearest: [24]"),
         ({"by_tokens": "mlp 3-1"}, "3-1 is not a range of layers; nearest: 'mlp 1-3'"),
         ({"by_tokens": "vocabulary 2"}, "the vocabulary is of no layer"),
         ({"by_tokens": "vocabulary, mlp, attention"}, "nothing is left .* nearest: cp 2 without tp"),
@@ -198,6 +219,12 @@ def test_scores_of_all_tokens_are_not_divided_by_tokens() -> None:
     with pytest.raises(LayoutError, match="try attention 'flash'"):
         lay_out(base, "a100_80_sxm", {"tp": 2, "sequence_parallel": True, "by_tokens": "attention"})
     assert all("attention" not in map(str, each) for each in divisions(base))
+
+
+def test_chunks_of_a_loss_are_of_all_tokens() -> None:
+    base = transformer(GPT, batch=4, sequence=16, precision="bf16", attention="flash", loss="chunked")
+    with pytest.raises(LayoutError, match="the chunks of loss 'chunked' are of all tokens; nearest: 'mlp'"):
+        lay_out(base, "a100_80_sxm", {"tp": 2, "sequence_parallel": True, "by_tokens": "vocabulary"})
 
 
 # ---- search ------------------------------------------------------------------------------------------
