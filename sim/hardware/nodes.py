@@ -25,9 +25,10 @@ that the inner ones join, with r ranks in each, (q - 1) (A' + m / (q r B')); an 
 over that network alone, and each has its own wires. Two stages exchange data over the innermost one that joins them.
 
 What a device sends to other stages and round its rings shares the links inside the node, and each network, fairly, and
-so does what it receives. A ring that uses several of them charges each with its part of the bytes. Where ranks divide
-tokens, what they exchange in attention and the sums of gradients beside it go one after the other, if both are inside
-nodes or both between them.
+so does what it receives. A ring that uses several of them charges each with its part of the bytes; and what all devices
+of a node share, where the links between them are members of it, as MT-3000's clusters do a port and the memory. Where
+ranks divide tokens, what they exchange in attention and the sums of gradients beside it go one after the other, if both
+are inside nodes or both between them.
 """
 
 from __future__ import annotations
@@ -145,11 +146,29 @@ class _Placement:
         return [(size, network) for size, network in zip((*joined, total), networks, strict=False)]
 
     def _inner(self) -> tuple[Link | None, int]:
-        for link in self.node.links:
-            if (self.tier_device[link.source], self.tier_device[link.target]) == (0, 1):
-                rates = [p.rate for p in self.node.pools if p.rate and link.name in {m.name for m in p.members}]
-                return link, min([link.rate, *rates])
-        return None, 0
+        """That link, and what one of it carries while each device that is used sends over its own."""
+        link = self._peer(0, 1)
+        if link is None:
+            return None, 0
+        rates = [link.rate]
+        for pool in self.node.pools:
+            (charge,) = [member.charge for member in pool.members if member.name == link.name] or [Fraction(0)]
+            if pool.rate is not None and charge:
+                share = self.share if self._is_of_all(pool) else 1
+                rates.append(max(int(pool.rate * share / charge), 1))
+        return link, min(rates)
+
+    def _peer(self, start: int, end: int) -> Link | None:
+        """The link from one device to another."""
+        ends = (start, end)
+        found = (x for x in self.node.links if (self.tier_device[x.source], self.tier_device[x.target]) == ends)
+        return next(found, None)
+
+    def _is_of_all(self, pool: Pool) -> bool:
+        """Whether links of several devices to what they share are in a pool, or what they share itself."""
+        peers = {link.name for link in self.node.links if self._is_peer(link)}
+        owners = {self._owner(member.name) for member in pool.members if member.name not in peers}
+        return len(owners) > 1 or -1 in owners
 
     # ---- names -------------------------------------------------------------------------------
 
@@ -178,7 +197,7 @@ class _Placement:
             tiers=tuple(self._tiers()),
             engines=tuple(self._engines()),
             links=links,
-            pools=(*self._pools(), *self._egress(links)),
+            pools=(*self._pools(links), *self._egress(links)),
             energy=energy,
         )
 
@@ -356,7 +375,7 @@ class _Placement:
 
     # ---- pools -------------------------------------------------------------------------------
 
-    def _pools(self) -> Iterator[Pool]:
+    def _pools(self, links: Sequence[Link]) -> Iterator[Pool]:
         peers = {link.name for link in self.node.links if self._is_peer(link)}
         for pool in self.node.pools:
             members = [member for member in pool.members if member.name not in peers]
@@ -366,7 +385,7 @@ class _Placement:
             if owners == {0}:
                 for s in range(self.stages):
                     own = tuple(replace(member, name=self._at(member.name, s)) for member in members)
-                    yield Pool(self._at(pool.name, s), own, pool.rate)
+                    yield Pool(self._at(pool.name, s), (*own, *self._between_devices(pool, links, s)), pool.rate)
                 continue
             copies: list[Member] = []
             for member in members:
@@ -377,7 +396,33 @@ class _Placement:
             # a pool of some of a node's devices, such as a PCIe switch, is shared by fewer
             behind = min(sum(owner >= 0 for owner in owners), self.per_node) or self.per_node
             rate = None if pool.rate is None else max(int(pool.rate * self.share * self.per_node / behind), 1)
-            yield Pool(pool.name, tuple(copies), rate)
+            yield Pool(pool.name, (*copies, *self._between_devices(pool, links)), rate)
+
+    def _between_devices(self, pool: Pool, links: Sequence[Link], stage: int = -1) -> Iterator[Member]:
+        """What crosses a pool of what goes from device to device: to other stages inside a node, and round rings.
+
+        stage: the only one that it is of, -1 for a pool of all devices.
+        """
+        of_pool = {member.name: member for member in pool.members}
+        ways = [(end, self._peer(*way)) for end, way in (("source", (0, 1)), ("target", (1, 0)))]
+        charged = {end: of_pool[link.name] for end, link in ways if link is not None and link.name in of_pool}
+        if not charged or self.inner is None:
+            return
+        stem = self.inner.name.partition("@")[0]
+        if stage < 0:  # each link is one way for one device and the other way for another
+            charged = dict([next(iter(charged.items()))])
+        for end, member in charged.items():
+            for link in links:
+                at = stage < 0 or getattr(link, end) == self._tier(self.node.home(0).name, stage)
+                if at and link.name.startswith(f"{stem}@") and "-" in link.name:
+                    yield replace(member, name=link.name)
+        charge = sum(Fraction(member.charge) for member in charged.values())
+        like = next(iter(charged.values()))
+        for axis, ranks, on in self.rings():
+            part = self._charges(axis, ranks, on).get(stem) if ranks > 1 else None
+            if part:
+                for s in range(self.stages) if stage < 0 else (stage,):
+                    yield replace(like, name=rank_link(axis, s), charge=charge * part)
 
     def _egress(self, links: tuple[Link, ...]) -> Iterator[Pool]:
         """What a stage can send, and receive, of all that goes over the same wires, inside and between nodes: that

@@ -269,3 +269,52 @@ def test_no_stage_and_no_group_that_divides_layers_straddles_two_nodes(
     for axis, ranks in (("tensor", tensor), ("data", replicas if stages > 1 else 1)):
         if ranks > 1:
             assert rates[rank_link(axis, stages - 1)] == pytest.approx(inner, rel=1e-6)
+
+
+# ---- pools that all devices of a node share ----------------------------------------------------------
+# MT-3000: a byte from one cluster's part of the memory to another's is read and written through the CPU's port, of
+# 44 GB/s for all of them, and in the memory, of 120 GB/s.
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_through_a_port_that_all_devices_share(ranks: int) -> None:
+    """By hand 44 GB/s over two bytes of each of the ranks' links; and as all ranks do that are written out."""
+    node, size = load_profile("mt3000_cluster"), 100 * 10**6
+    sent = 2 * (ranks - 1) * size // ranks
+
+    def end(platform: Platform, devices: int, ring: Ring | None) -> int:
+        b = TraceBuilder({})
+        for device in range(devices):
+            x, y = b.tensor(f"x{device}", size, "gradient"), b.tensor(f"y{device}", size, "gradient")
+            about = {"device": device, "group": "sum", "bytes": sent, "ring": ring}
+            b.op(f"sum{device}", "collective", reads=[x], writes=[y], **about)
+        return replay(Plan(b.build(outputs=[], carry=[])), platform).end
+
+    one = end(placed(node, 1, ranks), 1, Ring("data", ranks, 2))
+    assert one == pytest.approx(sent / (44 / (2 * ranks)), rel=2e-3)
+    assert one == pytest.approx(end(node, ranks, None), rel=2e-3)
+
+
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (2, 2), (4, 1)])
+def test_sends_through_a_port_that_all_devices_share(stages: int, tensor: int) -> None:
+    """Two at once, there and back, of each rank of two stages: by hand 44 GB/s over two bytes of each."""
+    platform, size = placed(load_profile("mt3000_cluster"), stages, 1, tensor=tensor), 22 * 10**7
+    b = TraceBuilder({})
+    for start in (0, 1):
+        x = b.tensor(f"x{start}", size, "gradient")
+        b.op(f"send{start}", "send", reads=[x], device=start, bytes=size, group=f"g{start}")
+    for start, end in ((0, 1), (1, 0)):
+        y = b.tensor(f"y{start}", size, "gradient")
+        b.op(f"recv{start}", "recv", writes=[y], device=end, bytes=size, group=f"g{start}")
+    log = replay(Plan(b.build(outputs=[], carry=[])), platform)
+    assert log.end == pytest.approx(size / (44 / (2 * 2 * tensor)), rel=2e-3)
+
+
+def test_a_ring_beside_a_send_shares_the_port() -> None:
+    """A planted pool without rings, as there was, would let both have all of it."""
+    built = placed(load_profile("mt3000_cluster"), 2, 1, tensor=2)
+    for name in ("cpu_port", "node_ddr"):
+        (pool,) = [pool for pool in built.pools if pool.name == name]
+        charges = {member.name: member.charge for member in pool.members}
+        assert [charges[each] for each in ("peer@0-1", "peer@1-0", "tensor@0", "tensor@1")] == [2] * 4
+        assert pool.rate == {"cpu_port": 22 * GB, "node_ddr": 60 * GB}[name]
