@@ -399,7 +399,7 @@ class _Placement:
             yield Pool(pool.name, (*copies, *self._between_devices(pool, links)), rate)
 
     def _between_devices(self, pool: Pool, links: Sequence[Link], stage: int = -1) -> Iterator[Member]:
-        """What crosses a pool of what goes from device to device: to other stages inside a node, and round rings.
+        """What crosses a pool on its way from device to device: to other stages inside a node, and round rings.
 
         stage: the only one that it is of, -1 for a pool of all devices.
         """

@@ -453,8 +453,8 @@ def without_shares(self, now, share=Wires._share):
     share(self, now)
 
 
-def without_order(self, tensor, link, priority, submit=Wires.submit):
-    submit(self, tensor, link, -priority)
+def without_order(self, tensor, link, priority, delay, submit=Wires.submit):
+    submit(self, tensor, link, -priority, delay)
 
 
 def without_pins(self, operands, end, run_beside=Copies.run_beside):

@@ -132,7 +132,7 @@ class Asked:
             return copies.free_longest_dead(tier)
         deficit = bytes - (copies.capacity[tier] - copies.used[tier]) - copies.leaving[tier]
         need = Need(self._tiers[tier], bytes, max(1, deficit), op, reason)
-        copies.counters["pressure_calls"] += 1
+        copies.count("pressure_calls")
         self.tell()
         try:
             acts = self._resolved.answer(online.on_pressure(need, self._view), 0, pressure=True)

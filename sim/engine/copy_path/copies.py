@@ -27,7 +27,7 @@ NONE, OUTSIDE, ADMITTED = range(3)
 PLACED, DROPPED, FREED = CAUSE["placed"], CAUSE["dropped"], CAUSE["freed"]
 MOVED_IN, MOVED_OUT, CALLED_OFF = CAUSE["moved in"], CAUSE["moved out"], CAUSE["called off"]
 OVERWRITTEN, MADE = CAUSE["overwritten"], CAUSE["made"]
-MOVE, STALLED = WHY["move"], WHY["stall"]
+RUN, MOVE, STALLED = WHY["run"], WHY["move"], WHY["stall"]
 
 
 class Copies:
@@ -394,6 +394,23 @@ class Copies:
         self._passed += counted
         if is_due:
             self._end_copies()
+
+    def pass_run(self, start: int, end: int, op: int) -> None:
+        """A run of an op of the program is over."""
+        self.intervals += (start, end, 0, self._lane, RUN, op, -1, 0, 0)
+        self.now = end
+
+    def count(self, counter: str) -> None:
+        """One more of what it counts."""
+        self.counters[counter] += 1
+
+    def keep_dead(self, tensor: int) -> None:
+        """A tensor that nothing uses any more stays until memory is short."""
+        self.dead[tensor] = None
+
+    def look_again(self) -> None:
+        """Something that others wait for has happened."""
+        self.is_stale = True
 
     def ran(self, start: int, op: int, why: int) -> None:
         """A run of an op, until now."""

@@ -149,8 +149,7 @@ class Device:
         end, is_due = now + ns, False
         if ns and (copies.is_stale or copies.wires.next_at <= end):
             is_due = copies.run_beside(prepared.operands[op], end)
-        copies.now = end
-        copies.intervals += (now, end, 0, self._lane, RUN, op, -1, 0, 0)
+        copies.pass_run(now, end, op)
         if workspace:
             used[home] -= workspace
             changes += (end, home, -workspace, -1, op, WORKSPACE)
@@ -170,7 +169,7 @@ class Device:
                 if held[tensor] != bit or stage[tensor]:
                     copies.free_if_dead(tensor, op)
                 elif lazy and (lazy is True or tensor in lazy):
-                    copies.dead[tensor] = None
+                    copies.keep_dead(tensor)
                 else:  # the same for the one copy that most have, without a detour
                     held[tensor] = 0
                     used[home] -= size[tensor]
@@ -178,7 +177,7 @@ class Device:
                     if is_told:
                         copies.news.append(("went", tensor, self._name, end))
         if copies.waiting:
-            copies.is_stale = True
+            copies.look_again()
 
     # ---- recomputation -----------------------------------------------------------------------
 
@@ -191,7 +190,7 @@ class Device:
             here = stack[-1]
             producer = copies.restore(reads[here], self._home, here)
             if producer >= 0:
-                copies.counters["implicit_recomputes"] += 1
+                copies.count("implicit_recomputes")
                 self._open(producer)
                 stack.append(producer)
             elif len(stack) > 1:
