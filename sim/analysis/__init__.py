@@ -25,7 +25,7 @@ from sim.analysis.pinning import Pinning, pinning
 from sim.analysis.priced_as import Pricing, priced_as
 from sim.analysis.residence import residence
 from sim.analysis.stages import Stage, stages
-from sim.analysis.stalls import Stalls, stall_rows, stalls, stalls_by_op
+from sim.analysis.stalls import Stalls, stalls, stalls_by_op
 from sim.analysis.summary import Reference, Summary, samples_in, summarize
 from sim.analysis.traffic import LinkTraffic, traffic
 from sim.analysis.waits import waits
@@ -66,7 +66,6 @@ __all__ = [
     "roles_over_time",
     "samples_in",
     "stages",
-    "stall_rows",
     "stalls",
     "stalls_by_op",
     "summarize",

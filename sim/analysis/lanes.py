@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.log import FIRST_RUNS, WHY, EventLog, Ints
+from sim.log import FIRST_RUNS, STALLS, WHY, EventLog, Ints
 
 RUN, RECOMPUTE, MOVE, CODEC, STALL = (WHY[name] for name in ("run", "recompute", "move", "codec", "stall"))
 FIRST = tuple(WHY[name] for name in FIRST_RUNS)
@@ -122,3 +122,19 @@ def work_ns(log: EventLog) -> int:
     copying = why == MOVE
     copies = np.unique(np.stack((log.interval("tensor"), start, end))[:, copying], axis=1)
     return int((end - start)[computing].sum() + (copies[2] - copies[1]).sum())
+
+
+def stall_rows(log: EventLog, device: int | None) -> list[tuple[str, str, int, int]]:
+    """Per op and cause the ns of its stalls and how many, longest first. device: None for all."""
+    rows = on_main(log, device) & (log.interval("why") == STALL)
+    op, cause = log.interval("op")[rows], log.interval("cause")[rows]
+    order = np.lexsort((cause, op))
+    op, cause, ns = op[order], cause[order], (log.interval("end") - log.interval("start"))[rows][order]
+    first = np.flatnonzero(np.diff(op, prepend=-2) | np.diff(cause, prepend=-1))
+    total = np.add.reduceat(ns, first) if len(first) else ns
+    count = np.diff(first, append=len(ns))
+    longest = np.lexsort((cause[first], op[first], -total))
+    names, chosen = log.trace.op_columns.name, first[longest]
+    ops = [names[each] if each >= 0 else "" for each in op[chosen].tolist()]
+    causes = [STALLS[each] for each in cause[chosen].tolist()]
+    return list(zip(ops, causes, total[longest].tolist(), count[longest].tolist(), strict=True))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sim.analysis.lanes import CODEC, RECOMPUTE, RUN, STALL, on_main
+from sim.analysis.lanes import CODEC, RECOMPUTE, RUN, STALL, on_main, stall_rows
 from sim.log import STALLS, EventLog
 
 if TYPE_CHECKING:
@@ -63,19 +63,3 @@ def stalls_by_op(log: EventLog, device: int | None = None) -> pd.DataFrame:
     return pd.DataFrame(
         {"op": op, "cause": cause, "stall_ns": np.array(ns, np.int64), "stalls": np.array(count, np.int64)}
     )
-
-
-def stall_rows(log: EventLog, device: int | None) -> list[tuple[str, str, int, int]]:
-    """The same rows as tuples. device: None for all."""
-    rows = on_main(log, device) & (log.interval("why") == STALL)
-    op, cause = log.interval("op")[rows], log.interval("cause")[rows]
-    order = np.lexsort((cause, op))
-    op, cause, ns = op[order], cause[order], (log.interval("end") - log.interval("start"))[rows][order]
-    first = np.flatnonzero(np.diff(op, prepend=-2) | np.diff(cause, prepend=-1))
-    total = np.add.reduceat(ns, first) if len(first) else ns
-    count = np.diff(first, append=len(ns))
-    longest = np.lexsort((cause[first], op[first], -total))
-    names, chosen = log.trace.op_columns.name, first[longest]
-    ops = [names[each] if each >= 0 else "" for each in op[chosen].tolist()]
-    causes = [STALLS[each] for each in cause[chosen].tolist()]
-    return list(zip(ops, causes, total[longest].tolist(), count[longest].tolist(), strict=True))

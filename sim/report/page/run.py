@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from sim.analysis.lanes import stall_rows
 from sim.analysis.peak_memory import peak_memory
-from sim.analysis.stalls import stall_rows
 from sim.analysis.traffic import traffic
 from sim.log import STALLS, WHYS, EventLog, Ints
 from sim.report.error_bars import error_lines
