@@ -56,7 +56,6 @@ QUICK = {
 """Per package the tests of `pytest -m quick`, by the beginning of their ids: a minute in all on two cores."""
 
 LONG = (
-    "test_layout_search.py::test_estimates_know_bubbles_and_memory",
     "rewrites/test_context_parallel.py::test_any_mixture_computes_the_same",
     "rewrites/test_equal_dimensions.py::test_whatever_is_equal",
     "test_regathering.py::test_dividing_weights_too",

@@ -113,6 +113,7 @@ def test_the_search_finds_what_trying_every_layout_finds(every) -> None:
     assert sorted(ratios)[len(ratios) // 2] == 1
 
 
+@pytest.mark.slow
 def test_estimates_know_bubbles_and_memory(every) -> None:
     trace, runs = every
     estimator = Estimator(trace, load_profile("a100_80_sxm", overrides={"devices": "4"}))
