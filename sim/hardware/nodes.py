@@ -152,7 +152,7 @@ class _Placement:
             return None, 0
         rates = [link.rate]
         for pool in self.node.pools:
-            (charge,) = [member.charge for member in pool.members if member.name == link.name] or [Fraction(0)]
+            charge = sum((member.charge for member in pool.members if member.name == link.name), Fraction(0))
             if pool.rate is not None and charge:
                 share = self.share if self._is_of_all(pool) else 1
                 rates.append(max(int(pool.rate * share / charge), 1))

@@ -408,10 +408,6 @@ class Copies:
         """A tensor that nothing uses any more stays until memory is short."""
         self.dead[tensor] = None
 
-    def look_again(self) -> None:
-        """Something that others wait for has happened."""
-        self.is_stale = True
-
     def ran(self, start: int, op: int, why: int) -> None:
         """A run of an op, until now."""
         self.intervals += (start, self.now, 0, self._lane, why, op, -1, 0, 0)

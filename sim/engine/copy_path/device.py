@@ -177,7 +177,7 @@ class Device:
                     if is_told:
                         copies.news.append(("went", tensor, self._name, end))
         if copies.waiting:
-            copies.look_again()
+            copies.ask_again()
 
     # ---- recomputation -----------------------------------------------------------------------
 
