@@ -311,7 +311,7 @@ def test_sends_through_a_port_that_all_devices_share(stages: int, tensor: int) -
 
 
 def test_rings_and_sends_are_members_of_what_all_devices_share() -> None:
-    """Each is charged two bytes a byte; of a pool the devices that are simulated have their part of a node's."""
+    """Each is charged for both ends; of a pool the devices that are simulated have their part of a node's."""
     built = placed(load_profile("mt3000_cluster"), 2, 1, tensor=2)
     for name in ("cpu_port", "node_ddr"):
         (pool,) = [pool for pool in built.pools if pool.name == name]
