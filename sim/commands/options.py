@@ -124,6 +124,17 @@ LAYOUT = (
         None,
     ),
     Option(
+        "keep_gathered",
+        Annotated[
+            bool | None,
+            typer.Option(
+                "--keep-gathered",
+                help="with --sequence-parallel: keep gathered inputs for backward, as DTensor; else gather them again",
+            ),
+        ],
+        None,
+    ),
+    Option(
         "by_tokens",
         Annotated[
             str | None,

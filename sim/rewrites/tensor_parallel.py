@@ -10,6 +10,10 @@ h, a heads, a rank saves
 
     s b h (10 + 24 / t + 5 a s / (h t))            with sequence parallelism  s b h / t (34 + 5 a s / h)
 
+Where layers are linear functions of the gathered input, as PyTorch's DTensor and nanotron without asynchronous
+communication have them, autograd saves that input (`keep_gathered`): 4 s b h (1 - 1 / t) more, one gather per block
+fewer.
+
 The ranks do the same on other parts; the new trace is that of the first and stands for all (`Origin.tensor`).
 
 Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al., "Reducing Activation Recomputation in Large
@@ -100,6 +104,7 @@ def divide_layers(
     sequence_parallel: bool = False,
     async_sums: bool = False,
     by_tokens: tuple[LayerPart, ...] = (),
+    keep_gathered: bool = False,
 ) -> Trace:
     """The first of so many symmetric ranks, each with a part of every layer.
 
@@ -108,13 +113,15 @@ def divide_layers(
     sequence_parallel: whether what is not divided by heads or columns is divided by tokens.
     async_sums: whether backward gathers and sums beside products (`sim.rewrites.async_sums`).
     by_tokens: with sequence_parallel, parts of layers that are divided by tokens, too, with all weights on each rank.
+    keep_gathered: with sequence_parallel, whether what forward gathers stays until backward has read it, too.
 
     Raises TraceError for attention in several kernels, which cannot be divided by tokens.
     """
     if ranks == 1:
         return trace
     apart = split_updates(trace, lambda slot: int(is_divided(slot.parameter, by_tokens)))
-    divided = _Division(apart, ranks, SEQUENCE if sequence_parallel else "", by_tokens=by_tokens).build()
+    tokens = SEQUENCE if sequence_parallel else ""
+    divided = _Division(apart, ranks, tokens, by_tokens=by_tokens, keep_gathered=keep_gathered).build()
     return sums_beside_weight_gradients(divided) if async_sums else divided
 
 
@@ -125,14 +132,24 @@ class _Division:
         nothing is divided by heads or columns.
     forms: per tensor of the old trace, the new ones that hold it: whole, or this rank's share along a dimension.
     term: of a tensor of which this rank has a term of a sum only, the dimension summed over and the new tensor.
-    gathered: what has been gathered for ops of a phase and layer.
+    gathered: what has been gathered for ops of a phase and layer, or, where it is kept, of a layer.
+    kept: of the inputs that forward gathers and backward reads, too, this rank's share.
+    read_in_backward: the new tensors that backward reads.
     looks_up_own: whether embeddings are whole, so that each rank looks up those of its tokens.
     """
 
     def __init__(
-        self, trace: Trace, ranks: int, tokens: str, ring: bool = False, by_tokens: tuple[LayerPart, ...] = ()
+        self,
+        trace: Trace,
+        ranks: int,
+        tokens: str,
+        ring: bool = False,
+        by_tokens: tuple[LayerPart, ...] = (),
+        keep_gathered: bool = False,
     ) -> None:
         self.trace, self.ranks, self.tokens, self.context = trace, ranks, tokens, tokens == CONTEXT
+        self.keep_gathered, self.kept = keep_gathered, dict[int, int]()
+        self.read_in_backward = set[int]()
         self.axis = CONTEXT if self.context else TENSOR
         self.mark = f".{CONTEXT}" if self.context else ""  # in names, since both divisions may exchange a tensor
         self.dims: Dimensions = dimensions(trace, by_tokens)
@@ -141,7 +158,7 @@ class _Division:
         self.new = Rewriter(trace, {"context_ranks": ranks} if self.context else about)
         self.forms: list[dict[str, int]] = [{} for _ in self.tensors]
         self.term: dict[int, tuple[str, int]] = {}
-        self.gathered: dict[tuple[int, str, int], int] = {}
+        self.gathered: dict[tuple[int, str, int | None], int] = {}
         self.blocks = RingAttention(self.new, self.dims, ranks, self._by_tokens, self._of_blocks, self._fields)
         self.is_ring = ring
         self.looks_up_own = any(part.part == VOCABULARY for part in by_tokens)
@@ -160,6 +177,7 @@ class _Division:
                 self._add_tensor(first.id, TENSOR if divided else WHOLE)
         for op in self.ops:
             self._add(op)
+        self._save_instead()
         last = self.ops[-1]
         ids = {}
         for t in (*trace.outputs, *(t for pair in trace.carry for t in pair)):
@@ -181,9 +199,11 @@ class _Division:
         used = operands(op)
         self._sum_gradients(op, used)
         if of_terms:
-            reads = [self.term[t][1] if t in used else self._held(t) for t in op.reads]
+            reads = [self.term[t][1] if t in used else self._held(t, op.layer) for t in op.reads]
         else:
-            reads = [self._read(t, op, dimension) if t in used else self._held(t) for t in op.reads]
+            reads = [self._read(t, op, dimension) if t in used else self._held(t, op.layer) for t in op.reads]
+        if op.phase == "backward":
+            self.read_in_backward.update(reads)
         if dimension == TENSOR and (rows := self.dims.rowwise(op.id)) >= 0:
             reads.append(self._rows(rows, op))
         if not dimension:
@@ -267,6 +287,11 @@ class _Division:
     def _share(self, expr: Expr, dimension: str) -> Along:
         return Along(expr, dimension, 0, 1, self.ranks)
 
+    def _save_instead(self) -> None:
+        """Of what is kept whole backward needs the share only where it reads that, too."""
+        for share in set(self.kept.values()) - self.read_in_backward:
+            self.new.builder.set_saved(share, "")
+
     # ---- results -----------------------------------------------------------------------------
 
     def _add_result(self, t: int, op: Op, dimension: str) -> int:
@@ -342,8 +367,10 @@ class _Division:
         """A result of attention that has been added up over the blocks."""
         return self._add_tensor(t, CONTEXT if t in self.dims.has[CONTEXT] else WHOLE, **changes)
 
-    def _held(self, t: int) -> int:
-        """A tensor in the form that there is, for an op that only holds it."""
+    def _held(self, t: int, layer: int | None = None) -> int:
+        """A tensor in the form that there is, for an op of a layer that only holds it: what was kept for that."""
+        if self.keep_gathered and (t, "", layer) in self.gathered:
+            return self.gathered[t, "", layer]
         return next(iter(self.forms[t].values())) if self.forms[t] else self.term[t][1]
 
     def _whole(self, t: int, op: Op) -> int:
@@ -352,14 +379,18 @@ class _Division:
             return self.forms[t][WHOLE]
         if t in self.term:
             return self._all_reduce([t], op)[0]
-        key = (t, op.phase, op.layer)
+        key = (t, "" if self.keep_gathered else op.phase, op.layer)
         if key not in self.gathered:
             (form,) = self.forms[t]
             tensor, name = self.tensors[t], f"{self.tensors[t].name}{self.mark}.for.{op.name}"
-            fields = {"role": "temporary", "replaces": None, "saved_for": "", **self._of_all}
+            role = tensor.role if self.keep_gathered else "temporary"
+            fields = {"role": role, "replaces": None, "saved_for": "", **self._of_all}
             whole = self.new.tensor(tensor, name=name, **fields)
             self.gathered[key] = whole
             self._collective(f"{name}.all_gather", [self.forms[t][form]], [whole], tensor.bytes, 1, t, op, op.layer)
+        elif self.keep_gathered and self.tensors[t].saved_for:
+            self.new.builder.set_saved(self.gathered[key], self.tensors[t].saved_for)
+            self.kept[self.gathered[key]] = self._held(t)
         return self.gathered[key]
 
     def _sum_gradients(self, op: Op, used: Sequence[int]) -> None:

@@ -29,6 +29,7 @@ LAYOUTS = [
     {"tp": 2},
     {"tp": 4, "sequence_parallel": True},
     {"tp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "micro_batches": 2},
+    {"tp": 2, "pp": 2, "sequence_parallel": True, "keep_gathered": True, "micro_batches": 2},
     {"tp": 2, "dp": 2, "pp": 2, "zero": 3, "schedule": "zb_h1", "micro_batches": 2},
 ]
 
@@ -73,6 +74,7 @@ def test_one_rank_stands_for_all(layout: dict) -> None:
     st.fixed_dictionaries(
         {
             "sequence_parallel": st.booleans(),
+            "keep_gathered": st.booleans(),
             "dp": st.sampled_from((1, 2)),
             "pp": st.sampled_from((1, 2)),
             "zero": st.integers(0, 3),
@@ -86,8 +88,9 @@ def test_any_transformer_in_any_layout_computes_the_same(
 ) -> None:
     config = {**FAMILIES[family], "model_type": family}
     base = transformer(config, batch=4, sequence=16, precision=precision, loss=loss, attention=attention)
+    layout["keep_gathered"] &= layout["sequence_parallel"]
     trace, _ = lay_out(base, "a100_80_sxm", {"tp": 2, **layout})
-    assert not departures(trace, base)
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
     assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
 
 
@@ -126,6 +129,19 @@ def test_saved_bytes_of_a_layer(ranks: int, by_tokens: bool) -> None:
     trace = divide_layers(base, ranks, by_tokens)
     expected = s * b * h * (34 if by_tokens else 10 * ranks + 24) // ranks + 5 * a * s * s * b // ranks
     assert of_a_layer(trace, 1) == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_kept_inputs_are_saved_whole_and_gathered_once(ranks: int) -> None:
+    """4 s b h (1 - 1 / t) more for the inputs of attention and MLP; backward gathers gradients alone."""
+    s, b, h = 64, 3, 32
+    base = transformer({**GPT, "n_layer": 3}, batch=b, sequence=s, precision="bf16", attention="eager")
+    again, kept = divide_layers(base, ranks, True), divide_layers(base, ranks, True, keep_gathered=True)
+    assert of_a_layer(kept, 1) - of_a_layer(again, 1) == 4 * s * b * h * (ranks - 1) // ranks
+    assert [phase for phase, _, _ in traffic(kept, 1)] == ["forward"] * 4 + ["backward"] * 4
+    inputs = [t for t in kept.tensors if ".for." in t.name and t.role == "activation" and t.saved_for]
+    assert len(inputs) == 2 * 3 + 1  # and of the head
+    assert {t.bytes for t in inputs} == {2 * s * b * h}
 
 
 def traffic(trace: Trace, layer: int) -> list[tuple[str, int, int]]:
@@ -313,6 +329,8 @@ def test_time_of_a_layer_whose_sums_are_beside_its_weight_gradients() -> None:
         ({"config": {**GPT, "vocab_size": 127}}, {"tp": 3}, "nearest: 2"),  # the vocabulary need not divide
         ({"sequence": 18}, {"tp": 4, "sequence_parallel": True}, "does not divide the sequence of 18; nearest: 2"),
         ({}, {"sequence_parallel": True}, "divides tokens among the ranks of tp, which is 1; nearest: tp 2"),
+        ({}, {"tp": 2, "keep_gathered": True}, "keep_gathered: .* only with sequence_parallel; nearest: false"),
+        ({}, {"tp": 2, "sequence_parallel": True, "keep_gathered": 1}, "keep_gathered: needs true or false, has 1"),
         ({}, {"async_sums": True}, "async_sums: the ranks of tp sum .* nearest: tp 2"),
         ({"stack": "fused"}, {"tp": 2}, "build the trace eager"),
         ({}, {"tp": 0}, "tp: needs a whole number of at least 1, has 0; nearest: 1"),

@@ -35,7 +35,19 @@ from workloads import cnn, transformer, with_stack
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
 SETS = ("develop", "check")
 LAYOUT = (
-    *("dp", "tp", "cp", "ring_attention", "sequence_parallel", "async_sums", "pp", "zero", "schedule", "chunks"),
+    *(
+        "dp",
+        "tp",
+        "cp",
+        "ring_attention",
+        "sequence_parallel",
+        "async_sums",
+        "keep_gathered",
+        "pp",
+        "zero",
+        "schedule",
+        "chunks",
+    ),
     *("layers", "bucket", "gradient_buffer", "gathered"),
 )
 READING = ("context", "last_stage", "memory_only")
