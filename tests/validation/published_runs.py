@@ -7,7 +7,8 @@ of a layout (`LAYOUT`), `accumulate` (micro-batches per update), `card` (one of 
 card of that kind), `network` (bytes/s per device between nodes, where the source states it), `flash` (which version of
 FlashAttention, see `FLASH`), `fuses` (what alone a stack fuses: see `FUSED`), `context` (bytes that the reading
 includes beside those of tensors), `dispatch` (who launches: a CPU under the stack by default, else "graphs"),
-`last_stage` (the device that was read; else the fullest), `memory_only` (its time is not that of training). `missing`:
+`last_stage` (the device that was read; else the fullest), `pytorch` (the version in the source's container, where it is
+known), `memory_only` (its time is not that of training). `missing`:
 why nothing is, where nothing is.
 """
 
@@ -50,7 +51,7 @@ LAYOUT = (
     ),
     *("layers", "bucket", "gradient_buffer", "gathered"),
 )
-READING = ("context", "last_stage", "memory_only")
+READING = ("context", "last_stage", "memory_only", "pytorch")
 MACHINE = ("dispatch", "profile", "card", "network", "flash")
 RUN = (*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses")
 FLASH = {
@@ -187,7 +188,8 @@ def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str
     log = simulate(divided, device, setup["policy"]).log
     if setup.get("last_stage"):
         return log.end, peak_bytes(log)[device.home(divided.devices - 1).name]
-    readings = card_reading(log) if machine and "context" not in setup else ()
+    version = {"pytorch": setup["pytorch"]} if "pytorch" in setup else {}
+    readings = card_reading(log, **version) if machine and "context" not in setup else ()
     if readings:
         return log.end, max(reading.bytes for reading in readings)
     reserved = [peak_memory(log, device.home(d).name).reserved_bytes for d in range(divided.devices)]
