@@ -64,6 +64,8 @@ class Layout:
         Megatron-LM does by default (`sim.rewrites.async_sums`).
     keep_gathered: with sequence_parallel, whether the inputs of layers that forward gathers are kept for backward, as
         autograd does for PyTorch's DTensor; else backward gathers them once more, as in Megatron-LM.
+    sum_each: with tp, whether each linear layer copies its input, and sums the gradient of that over the ranks by
+        itself, as PaddlePaddle's do; else layers that share an input sum once, as Megatron-LM's.
     by_tokens: with sequence_parallel, parts of layers that the ranks of tp divide by tokens, too, with all weights on
         each: "mlp, attention 0-3" are all MLPs, and attention in the first four layers (`sim.rewrites.layer_parts`).
         Attention then gathers keys and values, and must be fused. Gradients of such weights are summed once.
@@ -122,6 +124,7 @@ class Layout:
     by_tokens: tuple[LayerPart, ...] = ()
     gathered: str = "layer"
     keep_gathered: bool = False
+    sum_each: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -174,7 +177,7 @@ class Layout:
 
     def _check_division_of_layers(self) -> None:
         """Raise LayoutError for what the ranks of tp and cp cannot do."""
-        for key in ("sequence_parallel", "ring_attention", "async_sums", "keep_gathered"):
+        for key in ("sequence_parallel", "ring_attention", "async_sums", "keep_gathered", "sum_each"):
             if not isinstance(getattr(self, key), bool):
                 raise LayoutError(f"{key}: needs true or false, has {getattr(self, key)!r}")
         object.__setattr__(self, "by_tokens", layer_parts(self.by_tokens, "by_tokens"))
@@ -195,6 +198,10 @@ class Layout:
             (
                 self.keep_gathered and not self.sequence_parallel,
                 "keep_gathered: inputs are gathered only with sequence_parallel; nearest: false",
+            ),
+            (
+                self.sum_each and (self.tp == 1 or self.sequence_parallel or self.async_sums),
+                "sum_each: needs tp, and neither sequence_parallel nor async_sums, which sum per block; nearest: false",
             ),
             (
                 self.by_tokens and not self.sequence_parallel,
@@ -401,7 +408,11 @@ def _laid_out(
     trace = as_base(chunks.trace) if chunks is not None else trace
     trace = experts_apart(trace) if layout.ep > 1 else trace  # whose gradients others sum
     trace = divide_tokens(trace, layout.cp, layout.ring_attention)
-    parts: dict[str, Any] = {"by_tokens": layout.by_tokens, "keep_gathered": layout.keep_gathered}
+    parts: dict[str, Any] = {
+        "by_tokens": layout.by_tokens,
+        "keep_gathered": layout.keep_gathered,
+        "sum_each": layout.sum_each,
+    }
     trace = divide_layers(trace, layout.tp, layout.sequence_parallel, layout.async_sums, **parts)
     trace = trace if kernels is None else kernels(trace)
     trace = trace if layout.barrier else updates_by_layer(trace)

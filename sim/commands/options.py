@@ -135,6 +135,16 @@ LAYOUT = (
         None,
     ),
     Option(
+        "sum_each",
+        Annotated[
+            bool | None,
+            typer.Option(
+                "--sum-each", help="with --tp: each linear layer copies its input and sums for itself, as Paddle"
+            ),
+        ],
+        None,
+    ),
+    Option(
         "by_tokens",
         Annotated[
             str | None,

@@ -30,6 +30,7 @@ LAYOUTS = [
     {"tp": 4, "sequence_parallel": True},
     {"tp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "micro_batches": 2},
     {"tp": 2, "pp": 2, "sequence_parallel": True, "keep_gathered": True, "micro_batches": 2},
+    {"tp": 2, "dp": 2, "zero": 1, "sum_each": True},
     {"tp": 2, "dp": 2, "pp": 2, "zero": 3, "schedule": "zb_h1", "micro_batches": 2},
 ]
 
@@ -75,6 +76,7 @@ def test_one_rank_stands_for_all(layout: dict) -> None:
         {
             "sequence_parallel": st.booleans(),
             "keep_gathered": st.booleans(),
+            "sum_each": st.booleans(),
             "dp": st.sampled_from((1, 2)),
             "pp": st.sampled_from((1, 2)),
             "zero": st.integers(0, 3),
@@ -89,6 +91,7 @@ def test_any_transformer_in_any_layout_computes_the_same(
     config = {**FAMILIES[family], "model_type": family}
     base = transformer(config, batch=4, sequence=16, precision=precision, loss=loss, attention=attention)
     layout["keep_gathered"] &= layout["sequence_parallel"]
+    layout["sum_each"] &= not layout["sequence_parallel"]
     trace, _ = lay_out(base, "a100_80_sxm", {"tp": 2, **layout})
     assert {each.what for each in departures(trace, base)} <= {"repeated"}
     assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
@@ -142,6 +145,17 @@ def test_kept_inputs_are_saved_whole_and_gathered_once(ranks: int) -> None:
     inputs = [t for t in kept.tensors if ".for." in t.name and t.role == "activation" and t.saved_for]
     assert len(inputs) == 2 * 3 + 1  # and of the head
     assert {t.bytes for t in inputs} == {2 * s * b * h}
+
+
+@pytest.mark.parametrize(("family", "inputs", "linears"), [("llama", 2, 5), ("gpt2", 2, 2), ("bert", 2, 4)])
+def test_layers_that_sum_each_for_itself(family: str, inputs: int, linears: int) -> None:
+    """A copy per layer divided by columns in place of each input that they share, and as many sums in backward."""
+    size = 2 * 4 * 16 * 32
+    once, each = divide_layers(step(family), 2), divide_layers(step(family), 2, sum_each=True)
+    assert of_a_layer(each, 0) - of_a_layer(once, 0) == (linears - inputs) * size
+    assert traffic(each, 1) == [*[("forward", 2, size)] * 2, *[("backward", 2, size)] * linears]
+    copies = [op for op in each.ops if op.layer == 1 and op.name.endswith(".copy") and ".for." in op.name]
+    assert [op.kind for op in copies] == ["copy"] * linears
 
 
 def traffic(trace: Trace, layer: int) -> list[tuple[str, int, int]]:
@@ -331,6 +345,8 @@ def test_time_of_a_layer_whose_sums_are_beside_its_weight_gradients() -> None:
         ({}, {"sequence_parallel": True}, "divides tokens among the ranks of tp, which is 1; nearest: tp 2"),
         ({}, {"tp": 2, "keep_gathered": True}, "keep_gathered: .* only with sequence_parallel; nearest: false"),
         ({}, {"tp": 2, "sequence_parallel": True, "keep_gathered": 1}, "keep_gathered: needs true or false, has 1"),
+        ({}, {"sum_each": True}, "sum_each: needs tp.* nearest: false"),
+        ({}, {"tp": 2, "async_sums": True, "sum_each": True}, "sum_each: needs tp.* nearest: false"),
         ({}, {"async_sums": True}, "async_sums: the ranks of tp sum .* nearest: tp 2"),
         ({"stack": "fused"}, {"tp": 2}, "build the trace eager"),
         ({}, {"tp": 0}, "tp: needs a whole number of at least 1, has 0; nearest: 1"),

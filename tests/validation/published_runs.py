@@ -46,6 +46,7 @@ LAYOUT = (
         "sequence_parallel",
         "async_sums",
         "keep_gathered",
+        "sum_each",
         "pp",
         "zero",
         "schedule",
