@@ -68,7 +68,8 @@ def transformer(
     With `generate` it is inference, see `workloads.inference`.
 
     config: name of a model (`model_names()`), path of a Hugging Face `config.json`, a dict with its keys, or a
-        configuration object of `transformers` (anything with `to_dict()`).
+        configuration object of `transformers` (anything with `to_dict()`). With `model_type: "megatron"` the keys are
+        arguments of Megatron-LM (`workloads.megatron`).
     batch: samples per iteration.
     sequence: tokens per sample.
     precision: fp32, bf16, fp16 (everything in that type, the optimizer's state included), tf32 (as fp32, but products
