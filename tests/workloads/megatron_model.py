@@ -83,7 +83,7 @@ class Layer(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """Maps (tokens, labels), both (batch, length), to the mean loss; `a`: arguments of Megatron-LM, as Python has them."""
+    """Maps tokens and labels, both (batch, length), to the mean loss. a: arguments, under Python's names for them."""
 
     def __init__(self, a):
         super().__init__()

@@ -127,7 +127,10 @@ def test_a_family_has_the_parameters_and_the_peak_that_the_library_has(config):
 
 
 NEMOTRON = {**LLAMA, "model_type": "nemotron", "vocab_size": 600}
-EIGHTH = {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.125}}
+EIGHTH = {
+    "head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.125},
+}
 NEMOTRONS = {
     "as published": NEMOTRON,
     "an eighth of each head": {**NEMOTRON, **EIGHTH},
@@ -141,7 +144,7 @@ NEMOTRONS = {
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 @pytest.mark.parametrize("variant", NEMOTRONS)
 def test_nemotron_saves_what_the_library_saves(variant, precision):
-    """To the byte, but for the mean and deviation of each row, which PyTorch on a CPU has in 16 bits in a 16-bit norm."""
+    """To the byte, but for mean and deviation of each row, which 16-bit norms of PyTorch on a CPU have in 16 bits."""
     from scripts.zoo_page.measure import machine
     from sim import simulate
     from sim.analysis.peak_memory import home_peak
