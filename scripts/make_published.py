@@ -134,9 +134,9 @@ REASONS = {
         "-12) the buffer of a layer's scores as well, which their attention takes once and keeps; and the mask of "
         "scores that their data loader makes, a byte each, where nothing here has one (mgold-03, -04, and -08 to "
         "-12). What is still missing of mgold-05 to -13 grows with the micro-batches of an update, by 4 to 5 MB each, "
-        "about as if all their masks were kept: not explained. The fused kernels that are on by default there stand as the fused stack. Their buffers of "
-        "gradients exist from the start, ours from the first backward pass: of a run of one micro-batch the peak is "
-        "that of a second one."
+        "about as if all their masks were kept: not explained. The fused kernels that are on by default there stand "
+        "as the fused stack. Their buffers of gradients exist from the start, ours from the first backward pass: of a "
+        "run of one micro-batch the peak is that of a second one."
     ),
     "tbench": (
         "Which V100, its CPU and the version of PyTorch are not stated. Below 8 images eager runs wait for the CPU, "

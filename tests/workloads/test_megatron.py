@@ -131,12 +131,13 @@ def test_parameters_follow_the_closed_form(
     assert parameter_count(read_config(values)) == want
 
 
-@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("rope", [0.0, 0.25, 1.0])
 def test_saved_bytes_of_a_layer_in_megatrons_fused_kernels(rope):
     """Per token in 16 bits: inputs and results of both norms (4 h), the joint product, of which v alone or q, k and v
     are views, q and k where they are rotated, the result of attention, gate and up, and what the last product reads."""
     h, heads, groups, ffn, tokens = 64, 4, 2, 176, 2 * 24
-    arguments = {"num_query_groups": groups, **({} if rope else {"position_embedding_type": "learned_absolute"})}
+    learned = {"position_embedding_type": "learned_absolute"}
+    arguments = {"num_query_groups": groups, **({"rotary_percent": rope} if rope else learned)}
     mixture = {"model_type": "megatron", **GPT, **MIXTURES["of Llama's parts"], **arguments}
     sizes = {"batch": 2, "sequence": 24, "precision": "bf16", "attention": "flash", "stack": "fused"}
     trace = transformer(mixture, **sizes)
