@@ -17,10 +17,12 @@ LISTS = {
     "gpt2": "transformer.h.*",
     "llama": "model.layers.*",
     "mixtral": "model.layers.*",
+    "nemotron": "model.layers.*",
+    "megatron": "decoder.layers.*",
     "bert": "bert.encoder.layer.*",
 }
 """Where the layers of a transformer by name are in Hugging Face's model of its family (`…ForCausalLM`, `LMHeadModel`,
-`BertForPreTraining`)."""
+`BertForPreTraining`), and in Megatron-LM's `GPTModel`."""
 
 ATTENTION = re.compile(r"_scaled_dot_product_")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
