@@ -43,6 +43,15 @@ PEFT_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "linear_fc1": ("mlp.fc",),
         "linear_fc2": ("mlp.proj",),
     },
+    "gpt": {
+        "q_proj": ("attn.q",),
+        "k_proj": ("attn.k",),
+        "v_proj": ("attn.v",),
+        "qkv_proj": ("attn.qkv",),
+        "out_proj": ("attn.proj",),
+        "linear1": ("mlp.fc",),
+        "linear2": ("mlp.proj",),
+    },
     "llama": {
         "q_proj": ("attn.q",),
         "k_proj": ("attn.k",),
@@ -53,7 +62,8 @@ PEFT_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "down_proj": ("down",),
     },
 }
-"""What Hugging Face's and Megatron-LM's models call the linear layers of each family, and how their names end here."""
+"""What the models of Hugging Face, Megatron-LM and PaddleNLP call the linear layers of each family, and how their names
+end here."""
 
 FROZEN_DTYPES = (*dict.fromkeys(p.weight for p in PRECISIONS.values()), *QUANTISED)
 """The types in which frozen weights can be stored."""

@@ -94,6 +94,7 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": _LLAMA,
     "nemotron": replace(_LLAMA, norm=LAYER_NORM_1P, gated=False, rotary=0.5, activation="relu2"),
     "megatron": replace(_GPT2, activation="gelu", grouped=True, result_first=False),
+    "gpt": replace(_GPT2, joint=False, activation="gelu", result_first=False),  # PaddleNLP's
 }
 """What each family has. BERT's layers are its own: their norms come after the sums (`workloads.layers.bert_layer`)."""
 

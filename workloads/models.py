@@ -40,8 +40,10 @@ MODEL_TYPES = {
     "deepseek": "mixtral",
     "nemotron": "nemotron",
     "megatron": "megatron",
+    "gpt": "gpt",
 }
-"""Supported `model_type`s. `megatron` has the arguments of Megatron-LM as its keys (`workloads.megatron`)."""
+"""Supported `model_type`s. `megatron` has the arguments of Megatron-LM as its keys (`workloads.megatron`), `gpt` is
+PaddleNLP's (paddlenlp/transformers/gpt)."""
 
 LARGEST_FILE = 64 << 20
 """Bytes of a `config.json` at most; those with a quantised module list have a few hundred thousand."""
@@ -71,6 +73,7 @@ ALIASES = {
     "residual_dropout": ("resid_pdrop", "hidden_dropout_prob"),
     "experts_form": ("experts_implementation",),
     "rotary": ("partial_rotary_factor",),
+    "joint": ("fuse_attention_qkv",),
 }
 """The keys under which different models store the same figure, in the order in which they are tried."""
 
@@ -91,6 +94,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "llama": (*_LLAMA, "experts"),
     "mixtral": (*_LLAMA, "experts", *_EXPERTS),
     "nemotron": (*_LLAMA, "experts", "rotary"),
+    "gpt": (*_ALL, *_DROPOUTS, "attention_bias", "mlp_bias", "experts", "token_types", "joint"),
 }
 """The fields that a family has; `refuse_other_models` says which of their values it does not."""
 
@@ -319,7 +323,7 @@ class _Reader(Reader):
             gated=has.gated,
             learned=has.learned,
             rotary=self.rotary(has.rotary, head) if "rotary" in fields else has.rotary,
-            joint=has.joint,
+            joint=self.flag("joint", has.joint) if "joint" in fields else has.joint,
         )
 
     def refuse_unused(self, kind: str, family: str, heads: int, hidden: int) -> None:

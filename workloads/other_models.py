@@ -212,7 +212,7 @@ def refuse_other_models(values: Mapping[str, Any], kind: str, family: str, where
         for key in ("attention_bias", "mlp_bias")
         if key not in biases
     }
-    if family in ("gpt2", "bert"):
+    if family in ("gpt2", "bert", "gpt"):
         always = (_is_not(True), f"linear layers without a bias, which model_type {kind!r} does not have")
         refused |= {"attention_bias": always, "mlp_bias": always}
     elif kind == "qwen2":

@@ -19,10 +19,11 @@ LISTS = {
     "mixtral": "model.layers.*",
     "nemotron": "model.layers.*",
     "megatron": "decoder.layers.*",
+    "gpt": "gpt.decoder.layers.*",
     "bert": "bert.encoder.layer.*",
 }
 """Where the layers of a transformer by name are in Hugging Face's model of its family (`…ForCausalLM`, `LMHeadModel`,
-`BertForPreTraining`), and in Megatron-LM's `GPTModel`."""
+`BertForPreTraining`), in Megatron-LM's `GPTModel`, and in PaddleNLP's `GPTForCausalLM`."""
 
 ATTENTION = re.compile(r"_scaled_dot_product_")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
