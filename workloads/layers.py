@@ -103,12 +103,11 @@ def mlp(tape: Tape, model: Model, name: str, x: Value) -> Value:
 def bert_layer(tape: Tape, model: Model, h: str, x: Value) -> Value:
     """Post-norm: attention and a two-matrix MLP, each followed by dropout, residual and norm."""
     c = model.config
-    q, k, v = (model.linear(tape, f"{h}.attn.{part}", x) for part in "qkv")
+    q, k, v = _queries_keys_values(tape, model, f"{h}.attn", x)
     y = attention_core(tape, f"{h}.attn", model.core, q, k, v)
     y = dropout(tape, f"{h}.attn.dropout", model.linear(tape, f"{h}.attn.proj", y), c.residual_dropout)
     x = model.norm(tape, f"{h}.ln1", add(tape, f"{h}.attn.add", y, x))
-    y = activation(tape, f"{h}.mlp.act", model.linear(tape, f"{h}.mlp.fc", x), c.activation)
-    y = dropout(tape, f"{h}.mlp.dropout", model.linear(tape, f"{h}.mlp.proj", y), c.residual_dropout)
+    y = dropout(tape, f"{h}.mlp.dropout", mlp(tape, model, f"{h}.mlp", x), c.residual_dropout)
     return model.norm(tape, f"{h}.ln2", add(tape, f"{h}.mlp.add", y, x))
 
 

@@ -17,7 +17,6 @@ def layer_norm(tape: Tape, name: str, x: Value, weight: Value, bias: Value, *, o
     one_plus: it multiplies by 1 + weight, which is saved, and under autocast computes in 16 bits, as in Hugging Face's
         Nemotron (NemotronLayerNorm1P).
     """
-    factor = weight
     if one_plus:
         x, bias = _to_16_bits(tape, x, f"{name}.cast"), _to_16_bits(tape, bias, f"{name}.bias.cast")
         factor, weight = _plus_one(tape, f"{name}.weight", weight)

@@ -349,7 +349,7 @@ def _free_bytes(device: str) -> int:
 def _usual_length(model: str | Mapping[str, Any]) -> int:
     """How many tokens a sample has where nobody says: fewer where the model has fewer positions."""
     config = read_config(model)
-    return min(SEQUENCE, config.positions) if config.family == "gpt2" else SEQUENCE
+    return min(SEQUENCE, config.positions) if config.learned else SEQUENCE
 
 
 def config_of(model: str | Mapping[str, Any], sequence: int) -> dict[str, Any]:
