@@ -45,6 +45,7 @@ from sim.trace.columns import row_sums
 from sim.trace.graph import Trace
 from sim.trace.op import KINDS
 from sim.units import format_bytes, format_percent, format_time, parse_share, to_bytes
+from sim.work_bound import least_ns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -342,8 +343,15 @@ def problem_for(
             return run.log.copy()  # what it keeps may be the result
         return run.log
 
+    cost = Prices(trace, platform)
     return Problem(
-        trace=trace, platform=platform, cost=Prices(trace, platform), evaluate=evaluate, seed=seed, history=history
+        trace=trace,
+        platform=platform,
+        cost=cost,
+        evaluate=evaluate,
+        seed=seed,
+        history=history,
+        least_ns=lambda plan: least_ns(plan, platform, cost),
     )
 
 
@@ -552,15 +560,15 @@ def simulate(
         nominal=machine.home(0).nominal,
         warm_up=history[:-1],
         plan_s=plan_s,
-        reference=lambda: reference_for(
-            chosen,
-            [run.trace for run in history],
-            machine,
-            _as_unlimited(history),
-            as_in_ample_memory(history[-1]),
-        ),
+        reference=lambda: _reference_of(chosen, machine, history),
         trace=history[-1].trace,
     )
+
+
+def _reference_of(policy: Policy, platform: Platform, history: Sequence[Run]) -> Reference:
+    """What the last of these runs of a policy is compared with."""
+    kept, ran = _as_unlimited(history), as_in_ample_memory(history[-1])
+    return reference_for(policy, [run.trace for run in history], platform, kept, ran)
 
 
 def _laid_out(

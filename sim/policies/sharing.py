@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sim.plan import Action, Plan, Problem
 from sim.policies.base import Policy
@@ -12,6 +12,8 @@ from sim.rewrites.kept import kept as kept_rewritten
 from sim.rewrites.resized import Resized, resized, sizes_of
 from sim.trace.graph import Trace
 from sim.trace.kept import MOST_COMMON, had_in_common, kept, kept_together
+
+Acts = TypeVar("Acts", bound=Action)
 
 
 class _Decided(NamedTuple):
@@ -72,6 +74,22 @@ def shared(policy: Policy, problem: Problem, make: Callable[[], Plan]) -> Plan:
         return made
 
     return kept(trace, "plans", policy, plan)
+
+
+def alike(trace: Trace, key: Hashable, make: Callable[[], tuple[Acts, ...]]) -> tuple[Acts, ...]:
+    """The actions that `make` makes; made once for all traces of a structure, whatever their sizes.
+
+    key: the policy, and everything else that decides them besides the structure, such as which tensors have no bytes.
+    """
+    if not trace.structure.is_shared:
+        return make()
+
+    def once() -> tuple[Acts, ...]:
+        made = make()
+        had_in_common(trace.structure, made)
+        return made
+
+    return kept(trace.structure, "alike", key, once, MOST_COMMON)
 
 
 def rewriting(trace: Trace, key: Hashable, decide: Collection[int], make: Callable[[], Plan]) -> Plan:

@@ -15,7 +15,7 @@ from sim.conformance.repeatability import other_sizes
 from sim.engine.replay import replay
 from sim.errors import TraceError
 from sim.experiment import problem_for
-from sim.plan import Drop, Plan, Problem, Recompute
+from sim.plan import Drop, Move, Plan, Problem, Recompute
 from sim.policies import load, names
 from sim.policies.base import Policy
 from sim.policies.sharing import shared
@@ -33,6 +33,7 @@ POLICIES = (
     *("full_recompute(early_stop=False)", "full_recompute(reentrant=True)", "full_recompute(skip_last=True)"),
     *("every_k(k=2)", "every_k(skip_last=True)", "selective_recompute(recompute=attention_core)"),
 )
+VDNN = ("vdnn(variant=all)", "vdnn(variant=conv)", "vdnn_pp(variant=all)", "vdnn")
 
 
 def small(batch: int, sequence: int) -> Trace:
@@ -177,6 +178,33 @@ def test_a_shared_plan_is_the_one_that_each_size_would_get(policy):
     assert made[2].actions is made[1].actions
     assert made[3].actions is made[1].actions
     assert made[3].trace.structure is made[2].trace.structure
+
+
+@pytest.mark.parametrize("policy", ["chen", "chen(method=sqrt)", *VDNN, "swap_all", "swap_all(unit=op)"])
+def test_actions_that_sizes_do_not_decide_are_made_once_for_all_sizes(policy):
+    chosen, made = load(policy), []
+    for trace in sizes():
+        plan, own = (chosen.plan(problem_for(each, MACHINE)) for each in (trace, alone(trace)))
+        assert plan.decides_as(own)
+        assert plan.notes == own.notes
+        assert simulate(trace, MACHINE, chosen).log == replay(own, MACHINE) == replay(own, MACHINE, fast=False)
+        made.append(plan)
+    assert made[2].actions is made[1].actions or policy == "chen"  # which looks at bytes
+    assert made[3].actions is made[1].actions or policy == "chen"
+
+
+@pytest.mark.parametrize("policy", ["swap_all", "vdnn(variant=all)"])
+def test_what_has_no_bytes_at_one_size_is_offloaded_at_others(policy):
+    _, first, second, _ = sizes()
+    offloaded = {act.tensor for act in load(policy).plan(problem_for(first, MACHINE)).actions if isinstance(act, Move)}
+    t = second.tensor_columns
+    bytes = np.where(np.arange(len(t.bytes)) == min(offloaded), 0, t.bytes)
+    empty = Trace(replace(t, bytes=bytes), second.op_columns, outputs=second.outputs, carry=second.carry, like=second)
+    assert empty.structure is first.structure
+    plans = [load(policy).plan(problem_for(each, MACHINE)) for each in (empty, alone(empty), second)]
+    left = [{act.tensor for act in plan.actions if isinstance(act, Move)} for plan in plans]
+    assert left[0] == left[1] == offloaded - {min(offloaded)}
+    assert left[2] == offloaded
 
 
 def test_plans_of_other_parameters_and_those_that_look_at_times_are_not_mixed_up():

@@ -71,7 +71,7 @@ class SuperOffload(Policy):
             return self._splitting(groups[: max(0, len(groups) - self.on_device)], host, problem)
         counts = sorted({0, *(1 << i for i in range(len(groups).bit_length())), len(groups)})
         plans = [self._splitting(groups[: len(groups) - count], host, problem) for count in counts]
-        least = [_least_ns(plan, problem) for plan in plans]
+        least = list(map(problem.least_ns, plans))
         best: tuple[int, int] | None = None  # the time, and of equal ones the first
         for place in sorted(range(len(plans)), key=lambda place: (least[place], place)):
             if best is not None and (least[place], place) > best:
@@ -123,37 +123,6 @@ class SuperOffload(Policy):
             early |= dict.fromkeys(follow.get(op, ()))
         order = [new.ops[op] for op in early]
         return reorder(new.trace, order), {old: position for position, old in enumerate(order)}
-
-
-def _least_ns(plan: Plan, problem: Problem) -> int:
-    """A time that no run of a plan falls below: a device runs its ops in order, and each other engine its own one after
-    another, none before a device could have produced what it reads. 0 where a CPU launches the ops, which overlap.
-    """
-    trace, platform = plan.trace, problem.platform
-    if platform.dispatch:
-        return 0
-    c, cost, producer = trace.op_columns, problem.cost.over(trace, platform), trace.producer.tolist()
-    joint = {*c.group, *c.ring}  # they take no engine
-    elapsed, ended = [0] * trace.devices, [0] * len(c.name)
-    jobs: dict[int, list[tuple[int, int]]] = {}
-    for op, device in enumerate(c.device.tolist()):
-        if op in joint:
-            continue
-        if unit := c.engine.get(op):
-            ready = max((ended[producer[t]] for t in trace.reads(op) if producer[t] >= 0), default=0)
-            jobs.setdefault(platform.engine_for(device, unit), []).append((ready, cost.op_ns(op)))
-        else:
-            elapsed[device] += cost.op_ns(op)
-            ended[op] = elapsed[device]
-    return max(*elapsed, *map(_earliest_end, jobs.values()), 0)
-
-
-def _earliest_end(jobs: list[tuple[int, int]]) -> int:
-    """When an engine has done some jobs at the earliest, of which each is ready at a time and takes so long."""
-    end = 0
-    for ready, takes in sorted(jobs):  # in this order it ends first
-        end = max(end, ready) + takes
-    return end
 
 
 def _complete(trace: Trace, group: Collection[int]) -> int:

@@ -8,7 +8,6 @@ from sim.errors import Infeasible, PolicyError
 from sim.experiment import problem_for, simulate
 from sim.hardware.profile import load_profile
 from sim.policies import load
-from sim.policies.offload import superoffload
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import machine
@@ -158,7 +157,7 @@ def test_no_number_of_layers_is_faster_and_none_is_faster_than_its_bound(profile
                 ends.append(problem.evaluate(plan).end)
             except Infeasible:
                 continue
-            assert 0 < superoffload._least_ns(plan, problem) <= ends[-1]
+            assert 0 < problem.least_ns(plan) <= ends[-1]
         run = problem.evaluate
         object.__setattr__(problem, "evaluate", lambda plan, run=run: replays.append(plan) or run(plan))
         chosen = load("superoffload").plan(problem)
