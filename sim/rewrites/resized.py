@@ -115,9 +115,17 @@ def resized(old: Trace, new: Trace, decide: Collection[int]) -> Resized | None:
     for rows, exprs, known in own:
         for row in np.flatnonzero(rows < 0).tolist():
             of = leaves(exprs[row])
-            if not of or not all(leaf.id in known for leaf in of):
+            if of and all(leaf.id in known for leaf in of):
+                continue
+            if of or rows is not ops or not _follows_operands(new, row):
                 return None
     return Resized(old, new, tensors, ops)
+
+
+def _follows_operands(trace: Trace, op: int) -> bool:
+    """Whether an op has no sizes of its own but those of its operands."""
+    c = trace.op_columns
+    return not c.flops[op] and not c.workspace[op] and int(c.bytes[op]) < 0 and op not in c.counted
 
 
 def _followed(
