@@ -231,7 +231,7 @@ def test_a_plan_that_ignores_the_budget_is_made_once_for_a_trace_on_a_machine(po
     plans = [chosen.plan(problem_for(trace, machine)) for machine in (MACHINE, other, full)]
     for each, machine in zip(plans[1:], (other, full), strict=True):
         assert each.decides_as(chosen.plan(problem_for(alone(trace), machine)))
-    # one moves nothing, and behind pageable memory is no tier
+    # one moves nothing, and no tier is behind pageable memory
     assert len({each.actions for each in plans}) == {"chen": 1, "save_on_cpu": 2}.get(policy, 3)
 
 
