@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from sim.hardware.platform import Platform
 from sim.policies import load
 from sim.policies.traits import MANAGED_AS
 from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
 from sim.units import format_bytes
 
@@ -26,7 +27,8 @@ class State:
     capacity: its bytes, within the budget.
     total: bytes of all memories of the machine together, with that one within the budget.
     weights, optimizer_state: bytes of all tensors of that role; they live through the whole iteration.
-    gradients: bytes of those that the optimizer reads; how many of them live at once depends on the optimizer.
+    gradients: bytes of those that the optimizer reads, or, where that is more, of those that microbatches add to (whose
+        part the optimizer reads under ZeRO's level 1); how many of them live at once depends on the optimizer.
     resident: what each role keeps in `tier` from the start unless a policy manages the role, by the word that
         policies declare.
     """
@@ -94,7 +96,9 @@ def state_of(trace: Trace, platform: Platform) -> State:
     made = np.flatnonzero((trace.producer >= 0) & np.isin(columns.role, PERSISTENT))
     updates = np.unique(trace.producer[made]).tolist()  # the ops that update what persists
     read = {t for op in updates for t in trace.reads(op) if columns.role[t] == ROLE_CODE["gradient"]}
-    gradients = sum(int(columns.bytes[t]) for t in {_storage(trace, t) for t in read} if mine[t])
+    gradients = max(
+        sum(int(columns.bytes[t]) for t in each if mine[t]) for each in (_storages(trace, read), _sums(trace))
+    )
     total = sum(tier.capacity for tier in platform.tiers)
     return State(home.name, home.capacity, total, resident["weights"], gradients, resident["optimizer_state"], resident)
 
@@ -104,6 +108,18 @@ def _devices(trace: Trace) -> NDArray[np.int64]:
     ops = [int(made) if made >= 0 else next(iter(trace.readers(t)), -1) for t, made in enumerate(trace.producer)]
     device = np.append(trace.op_columns.device, 0)
     return device[np.array(ops, np.int64)].astype(np.int64)
+
+
+def _storages(trace: Trace, tensors: Iterable[int]) -> set[int]:
+    return {_storage(trace, t) for t in tensors}
+
+
+def _sums(trace: Trace) -> set[int]:
+    """The gradients that backward adds to, microbatch by microbatch."""
+    columns = trace.tensor_columns
+    added = (columns.replaces >= 0) & (columns.role == ROLE_CODE["gradient"]) & (trace.producer >= 0)
+    backward = trace.op_columns.phase[np.where(added, trace.producer, 0)] == PHASE_CODE["backward"]
+    return _storages(trace, np.flatnonzero(added & backward).tolist())
 
 
 def _storage(trace: Trace, tensor: int) -> int:
