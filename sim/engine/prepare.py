@@ -379,6 +379,12 @@ def _groups(trace: Trace) -> dict[str, tuple[int, ...]]:
                 f"group {name!r} lacks a member: {c.name[members[0]]!r} is alone on its device, "
                 f"and each member needs a device of its own ({len(members)} found)"
             )
+        rings = {c.ring.get(op) for op in members}
+        if len(members) > 1 and any(ring and (len(rings) > 1 or ring.ranks != len(members)) for ring in rings):
+            raise TraceError(
+                f"group {name!r}: its {len(members)} ops need one and the same ring, of {len(members)} ranks; "
+                f"{c.name[members[0]]!r} has {c.ring.get(members[0])}"
+            )
         if ("send" in kinds or "recv" in kinds) and kinds != ["recv", "send"]:
             raise TraceError(f"group {name!r} lacks a member: it joins {', '.join(kinds)}, not one send and one recv")
     return {name: tuple(members) for name, members in groups.items()}

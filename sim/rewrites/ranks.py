@@ -18,9 +18,10 @@ def all_ranks(trace: Trace) -> Trace:
     """The same work with all ranks in one trace: of d replicas of c parts of the tokens and t ranks each, rank k of
     part j of replica r of stage s on device ((s d + r) c + j) t + k.
 
-    A collective becomes groups with a member per rank that it joins. This trace has as many times more ops; it shows
-    what a layout leaves out, since the law checks it without any assumption about symmetry. The trace itself is
-    returned where it stands for itself alone. Ranks that divide experts have as many rows as these are routed.
+    A collective becomes groups with a member per rank that it joins, which exchange what the one op says. This trace
+    has as many times more ops; it shows what a layout leaves out, since the law checks it without any assumption about
+    symmetry. The trace itself is returned where it stands for itself alone. Ranks that divide experts have as many rows
+    as these are routed.
 
     trace: of one rank.
     """
@@ -55,7 +56,6 @@ def all_ranks(trace: Trace) -> Trace:
                 writes=[ids[t][r] for t in op.writes],
                 device=op.device * ranks + r,
                 group=_group(op, r, origin),
-                ring=None,
                 releases=(),
             )
     whole = Origin(

@@ -276,7 +276,7 @@ class _Check:
             group = trace.op_columns.group.get(op)
             readers = members[group] if group and isinstance(expr, Glue) else [op]
             claims = [self.claims[t] for member in readers for t in trace.reads(member)]
-            if op in trace.op_columns.ring and isinstance(expr, Glue):
+            if op in trace.op_columns.ring and len(readers) == 1 and isinstance(expr, Glue):
                 claims = self.of_all_ranks(op, claims)
             self.check_op(op, expr, claims)
         self.check_coverage()

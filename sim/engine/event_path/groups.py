@@ -62,19 +62,20 @@ class Groups:
     def _start(self, members: list[Work]) -> None:
         """All members are there: the bytes that they exchange queue for the links of their route."""
         prepared, clock = self._prepared, self._clock
-        if (ring := prepared.trace.op_columns.ring.get(members[0].op)) is not None:
+        ring = prepared.trace.op_columns.ring.get(members[0].op)
+        if ring is not None and len(members) == 1:
             self._among_ranks(members[0], ring)
             return
         ops = [prepared.trace.ops[work.op] for work in members]
         if {op.kind for op in ops} == {"send", "recv"}:
             hops, payload = self._pair(members)
-            chunk = 0
+            chunk, fixed = 0, None
         else:
             hops, payload = self._ring(members)
-            chunk = COLLECTIVE_CHUNK
+            chunk, fixed = COLLECTIVE_CHUNK, self._platform.step_ns(hops) * (ring.steps if ring else len(members) - 1)
         route = self._route(hops, ops[0].name)
         if route:
-            job = GroupJob(self._end, members, route, payload, chunk)
+            job = GroupJob(self._end, members, route, payload, chunk, fixed)
             self._links.submit(job, min(op.priority for op in ops), members[0].device)
         else:  # they share a tier: nothing to move
             clock.at(clock.now, ENDS + members[0].op, lambda _: self._end_at_once(members))
@@ -86,7 +87,8 @@ class Groups:
         if route is None:
             route = self._routes[place] = self._route_of_ranks(member, ring)
         payload = int(trace.touched[member.op])
-        job = GroupJob(self._end, [member], route, payload, COLLECTIVE_CHUNK, ring.passes)
+        fixed = self._platform.pace(route).fixed * ring.passes
+        job = GroupJob(self._end, [member], route, payload, COLLECTIVE_CHUNK, fixed)
         self._links.submit(job, int(trace.op_columns.priority[member.op]), member.device)
 
     def _route_of_ranks(self, member: Work, ring: Ring) -> tuple[int, ...]:
@@ -162,9 +164,9 @@ class GroupJob(Job):
         route: tuple[int, ...],
         payload: int,
         chunk: int,
-        passes: int = 1,
+        fixed: int | None = None,
     ) -> None:
-        super().__init__(route, payload, ENDS + members[0].op, chunk, passes=passes)
+        super().__init__(route, payload, ENDS + members[0].op, chunk, fixed=fixed)
         self.then = then
         self.members = members
         self.payload = payload
