@@ -579,7 +579,7 @@ class _Check:
             )
             return set()
         own = [slots[k] for k in expr.slots]
-        reads = {t for slot in own for t in slot.reads}
+        reads = {t for slot in own for t in (*slot.reads, *slot.shared)}
         share = share * len(own) / expr.count
         results = self.base_results(op, leaf, have, claims, share, reads)
         return results & {Same(t, leaf.iteration) for slot in own for t in slot.writes}
