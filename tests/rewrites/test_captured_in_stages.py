@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from sim.layout import lay_out
+from sim.errors import LayoutError
+from sim.layout import check_experts, lay_out
 from sim.rewrites.slots import slots_of
 from sim.rewrites.values import departures
 from sim.trace import Trace
@@ -122,6 +123,32 @@ def test_a_norm_of_all_gradients_is_gathered_and_what_follows_of_it_is_sent_back
     expected |= {("forward", s): border for s in range(stages - 1)}
     assert sent(trace) == expected | {("backward", s): border for s in range(1, stages)}
     assert departures(trace, base) == ()
+
+
+class Experts(torch.nn.Module):
+    """A mixture whose experts run one after another, as the library has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(WIDTH, 2)
+        self.experts = torch.nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        chosen, out = weights.argmax(-1), x
+        for k, expert in enumerate(self.experts):
+            rows = torch.where(chosen == k)[0]
+            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, k, None])
+        return out.sum()
+
+
+def test_a_captured_mixture_says_what_it_lacks_to_be_divided_by_experts() -> None:
+    from workloads import capture
+
+    trace = capture(Experts, (torch.empty(16, WIDTH),), selected=0.5, optimizer=torch.optim.AdamW)
+    said = r"ep: 'experts.0.up.weight' is of an expert, but the trace does not say how many rows each .*, nor which ops"
+    with pytest.raises(LayoutError, match=said):
+        check_experts(trace, 2)
 
 
 def test_a_step_on_the_way_that_reads_another_parameters_is_wrong() -> None:
