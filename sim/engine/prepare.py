@@ -215,6 +215,18 @@ class Prepared:
         return found
 
     @cached_property
+    def exchanges_over(self) -> dict[int, Renewal]:
+        """The collectives among symmetric ranks that overwrite what they read in place, as ops of no time."""
+        engine, main, device, replaces = self.engine, self.main, self.device, self.replaces
+        found = dict[int, Renewal]()
+        for op in self.trace.op_columns.ring:
+            pairs = tuple((replaces[new], new) for new in self.writes[op])
+            alone = len(self.groups.get(self.group_of.get(op, ""), ())) == 1 and engine[op] == main[device[op]]
+            if alone and pairs and not self.workspace[op] and all(old >= 0 for old, _ in pairs):
+                found[op] = Renewal(self.reads[op], pairs, 0)
+        return found
+
+    @cached_property
     def _is_special(self) -> NDArray[np.bool_]:
         """Whether each op takes no fixed time on its device's main engine, is in a group, or is a codec."""
         c = self.trace.op_columns

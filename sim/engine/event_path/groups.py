@@ -10,8 +10,10 @@ from sim.engine.event_path.links import Job, Links
 from sim.engine.event_path.state import State, Work
 from sim.errors import IllegalPlan
 from sim.hardware.platform import rank_link, shared_link
-from sim.trace.op import Ring
+from sim.trace.op import KIND_CODE, Ring
 
+SEND, RECV = KIND_CODE["send"], KIND_CODE["recv"]
+PAIR = {SEND, RECV}
 COLLECTIVE_CHUNK = 4 << 20
 """Bytes of a collective between two points where one of higher priority may go first; 4 MB is the
 partition that ByteScheduler ships with."""
@@ -66,17 +68,17 @@ class Groups:
         if ring is not None and len(members) == 1:
             self._among_ranks(members[0], ring)
             return
-        ops = [prepared.trace.ops[work.op] for work in members]
-        if {op.kind for op in ops} == {"send", "recv"}:
+        columns = prepared.trace.op_columns
+        if {int(columns.kind[work.op]) for work in members} == PAIR:
             hops, payload = self._pair(members)
             chunk, fixed = 0, None
         else:
             hops, payload = self._ring(members)
             chunk, fixed = COLLECTIVE_CHUNK, self._platform.step_ns(hops) * (ring.steps if ring else len(members) - 1)
-        route = self._route(hops, ops[0].name)
+        route = self._route(hops, columns.name[members[0].op])
         if route:
             job = GroupJob(self._end, members, route, payload, chunk, fixed)
-            self._links.submit(job, min(op.priority for op in ops), members[0].device)
+            self._links.submit(job, min(int(columns.priority[work.op]) for work in members), members[0].device)
         else:  # they share a tier: nothing to move
             clock.at(clock.now, ENDS + members[0].op, lambda _: self._end_at_once(members))
 
@@ -102,9 +104,9 @@ class Groups:
 
     def _pair(self, members: list[Work]) -> tuple[list[tuple[str, str]], int]:
         """From where to where a send goes, and how many bytes."""
-        prepared, ops = self._prepared, self._prepared.trace.ops
-        sender, receiver = members if ops[members[0].op].kind == "send" else members[::-1]
-        stated = [bytes for work in members if (bytes := ops[work.op].bytes) is not None]
+        prepared, columns = self._prepared, self._prepared.trace.op_columns
+        sender, receiver = members if columns.kind[members[0].op] == SEND else members[::-1]
+        stated = [bytes for work in members if (bytes := int(columns.bytes[work.op])) >= 0]
         payload = stated[0] if stated else sum(prepared.size[t] for t in prepared.writes[receiver.op])
         return [(self._tier(sender), self._tier(receiver))], payload
 

@@ -144,6 +144,15 @@ class Perform:
         work.fresh.extend((tensor, self._home) for tensor, _ in plain.writes)
         self._parts.groups.join(work)
 
+    def exchange_over(self, op: int, renewal: Renewal) -> None:
+        """The same of one that overwrites values in place, which nobody else uses."""
+        self._state.lifetimes.pin_operands(op)
+        work = Work(op, self._waits.index, "run", True)
+        for old, new in renewal.pairs:
+            work.takeovers.append((old, new, self._home))
+            self._state.residency.begin_overwriting(old, self._home)
+        self._parts.groups.join(work)
+
     def pressed(self, op: int) -> Steps:
         """Run an op for the first time: it is reached, its operands are pinned, and space has been asked for."""
         yield from self._execute(Work(op, self._waits.index, "run", True), asked=True)
