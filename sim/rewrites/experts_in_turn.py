@@ -62,14 +62,16 @@ class Turns:
 
 def experts_in_turn(trace: Trace) -> dict[int, list[int]]:
     """Per layer how many rows each expert has that runs by itself; {} for a trace without such experts."""
-    columns = trace.tensor_columns
-    found: dict[int, set[int]] = {}
-    for t, name in enumerate(columns.name):
-        if trace.producer[t] < 0 and _WEIGHT.fullmatch(name) and (of := OF_ONE.fullmatch(name)):
-            found.setdefault(int(of[2]), set()).add(int(of[3]))
+    layers = {int(of[2]): None for name in weights_in_turn(trace) if (of := OF_ONE.fullmatch(name))}
     loads = trace.meta.get("expert_loads") or [{}]
     by_layer = loads[0] if isinstance(loads[0], dict) else {}
-    return {layer: list(by_layer.get(str(layer), ())) for layer in found}
+    return {layer: list(by_layer.get(str(layer), ())) for layer in layers}
+
+
+def weights_in_turn(trace: Trace) -> list[str]:
+    """Names of the weights of experts that run one after another."""
+    names = trace.tensor_columns.name
+    return [name for t, name in enumerate(names) if trace.producer[t] < 0 and _WEIGHT.fullmatch(name)]
 
 
 def refused(trace: Trace, ranks: int) -> str:
@@ -280,4 +282,5 @@ __all__ = [
     "places",
     "refused",
     "turns",
+    "weights_in_turn",
 ]
