@@ -34,7 +34,7 @@ class Device:
         """All ops in order; then `finished` fires."""
         parts, state, path, perform = self._parts, self._state, self._fast, self.perform
         resolved, clock, apply, queue = parts.resolved, self._clock, parts.decisions.apply, self._clock.queue
-        plain, renewals, exchanges, exchanges_over = path.plain, path.renewals, path.exchanges, path.exchanges_over
+        plain, renewals = path.plain, path.renewals
         before, after = resolved.before, resolved.after
         slow_before, slow_after = resolved.slow_before, resolved.slow_after
         device, starts = self.index, STARTS + self.index
@@ -54,20 +54,11 @@ class Device:
             entry = plain[op]
             if entry is None:
                 if op in renewals and path.renews(op, renewals[op]):
-                    renewal = renewals[op]
-                    if clock.wanted and renewal.ns:
-                        clock.flush()
-                    if op in after or (queue and queue[0][0] <= clock.now + renewal.ns):
-                        yield from perform.renew(op, renewal)
-                    else:
-                        path.renew(op, renewal, clock.now)
-                        if queue and queue[0][0] <= clock.now:
-                            yield from self.waits.turn(starts)
-                elif op in exchanges_over and path.renews(op, exchanges_over[op]):
-                    perform.exchange_over(op, exchanges_over[op])
-                elif op in exchanges and path.begin(op, exchanges[op]) >= 0:
-                    perform.exchange(op, exchanges[op])
-                else:
+                    if op in after or not path.renew(op, renewals[op]):
+                        yield from perform.renew(op, renewals[op])
+                    elif queue and queue[0][0] <= clock.now:
+                        yield from self.waits.turn(starts)
+                elif not perform.exchange(op):
                     yield from perform.op(op)
                 continue
             end = path.begin(op, entry)

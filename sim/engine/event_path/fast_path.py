@@ -26,8 +26,8 @@ class FastPath:
 
     plain: of the device's ops that may be plain what is known of them, None for others.
     renewals: the same of ops that may overwrite values in place, see `Perform.renew`.
-    exchanges: the same of collectives that may begin at once, see `Perform.exchange`.
-    exchanges_over: the same of those that overwrite values in place.
+    exchanges, exchanges_over: the same of collectives that may begin at once, with new space for their results, or over
+        values in place; see `Perform.exchange`.
     """
 
     def __init__(self, parts: Parts, device: int, fast: bool) -> None:
@@ -107,10 +107,16 @@ class FastPath:
                 return False
         return True
 
-    def renew(self, op: int, renewal: Renewal, start: int) -> None:
-        """Let such an op run while nobody else acts, from when to its end; `Perform.renew` where others do."""
-        residency, lifetimes, home = self._residency, self._lifetimes, self._home
-        end = self._clock.now = start + renewal.ns
+    def renew(self, op: int, renewal: Renewal) -> bool:
+        """Let such an op run if nobody else acts until it ends; whether it has, else see `Perform.renew`."""
+        clock, residency, lifetimes, home = self._clock, self._residency, self._lifetimes, self._home
+        if clock.wanted and renewal.ns:
+            clock.flush()
+        start = clock.now
+        end = start + renewal.ns
+        if clock.queue and clock.queue[0][0] <= end:
+            return False
+        clock.advance(end)
         self._intervals += (start, end, self._device, self._lane, self._why[op], op, -1, 0, 0)
         for old, new in renewal.pairs:
             lifetimes.take_over(old, new, home, op)
@@ -119,6 +125,7 @@ class FastPath:
         lifetimes.free_after(op)
         for old, _ in renewal.pairs:
             lifetimes.free_if_dead(old, op)
+        return True
 
     def make_room(self, op: int, plain: Plain) -> int:
         """Ask the online part for the space that an op lacks, take it, and say when the op ends.
@@ -197,7 +204,7 @@ class FastPath:
             pins[tensor] += 1
         self._busy[lane] = True
         yield clock.at(end, ENDS + op)
-        clock.now = end
+        clock.advance(end)
         for tensor in operands:
             pins[tensor] -= 1
         if self._overwriters:
