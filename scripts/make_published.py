@@ -112,7 +112,9 @@ REASONS = {
     "dleres": ("Batch and order of channels are those of the configurations beside the table."),
     "dlebert": ("Only masked tokens reach their head (20 of 128), ours takes all; LAMB stands as a fused Adam."),
     "fpl3": (
-        "The vocabulary is padded. Memory is read from the card, in whole GiB, cached blocks, NCCL's buffers and the "
+        "Parts that the script does not set have Megatron-LM's defaults: biases, learned positions, a tied head and "
+        "dropout, where Llama 3 has none of them; in a pipeline the last stage's copy of the head is a weight of its "
+        "own (here: untied). Memory is read from the card, in whole GiB, cached blocks, NCCL's buffers and the "
         "context included. Its page names recompute-activations, its script does not pass it: nothing is recomputed. "
         "Gradients are summed after backward, as without overlap-grad-reduce. The network is taken to be a node's, "
         "200 Gb/s; were it a card's, fpl3-06 would be 21 % too fast. What FP8 brings beside bf16 (fpl3-03 and -05, "
@@ -121,7 +123,8 @@ REASONS = {
     "nemo": (
         "Recomputation, the type of gradients, and whether weights are kept in FP8 alone are not "
         "said; here gradients are in fp32 and nothing is recomputed, what does not fit with that is refused, and "
-        "exchanges of tp run beside products as Megatron-LM does it by default."
+        "exchanges of tp run beside products as Megatron-LM does it by default. Nemotron's parts are those of NeMo's "
+        "configurations (nemo-08 to -10)."
     ),
     "mllama": "As nemo.",
     "mgold": (
@@ -129,11 +132,11 @@ REASONS = {
         "tied embeddings is a weight of its own (here: untied). Two workspaces of cuBLAS of 32 MiB are added, as the "
         "recipe's CUBLAS_WORKSPACE_CONFIG sets them, one for the thread of backward; with local layers (mgold-09 to "
         "-12) the buffer of a layer's scores as well, which their attention takes once and keeps; and the mask of "
-        "scores that their data loader makes, a byte each, where nothing here has one (mgold-08 to -12). What is still "
-        "missing grows with the micro-batches of an update, by 4 to 5 MB each, about as if all their masks were kept: "
-        "not explained. The fused kernels that are on by default there stand as the fused stack. Their buffers of "
-        "gradients exist from the start, ours from the first backward pass: of a run of one micro-batch the peak is "
-        "that of a second one."
+        "scores that their data loader makes, a byte each, where nothing here has one (mgold-03, -04, and -08 to "
+        "-12). What is still missing of mgold-05 to -13 grows with the micro-batches of an update, by 4 to 5 MB each, "
+        "about as if all their masks were kept: not explained. The fused kernels that are on by default there stand "
+        "as the fused stack. Their buffers of gradients exist from the start, ours from the first backward pass: of a "
+        "run of one micro-batch the peak is that of a second one."
     ),
     "tbench": (
         "Which V100, its CPU and the version of PyTorch are not stated. Below 8 images eager runs wait for the CPU, "

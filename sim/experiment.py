@@ -8,7 +8,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.analysis.figure import Reference
 from sim.analysis.lanes import energy_j, work_ns
-from sim.analysis.peak_memory import home_peak
+from sim.analysis.peak_memory import home_peak, peak_bytes
 from sim.analysis.summary import summarize
 from sim.arguments import explained
 from sim.engine.prepare import Prepared, prepare
@@ -41,9 +41,11 @@ from sim.log import STALLS, WHY, EventLog
 from sim.plan import Plan, Problem, Run
 from sim.policies import label, load
 from sim.policies.base import Policy
+from sim.trace.columns import row_sums
 from sim.trace.graph import Trace
 from sim.trace.op import KINDS
 from sim.units import format_bytes, format_percent, format_time, parse_share, to_bytes
+from sim.work_bound import least_ns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -332,14 +334,24 @@ def problem_for(
 
     def evaluate(plan: Plan, budget: int | None = None) -> EventLog:
         machine = platform if budget is None else platform.with_budget(budget)
+        known = evaluated.run_of(plan) if evaluated is not None and machine is platform else None
+        if known is not None:
+            return known.log.copy()
         run = run_iteration(trace, plan, machine, history, recompute_limit=recompute_limit)
         if evaluated is not None and machine is platform:
             evaluated.add(plan, run)
             return run.log.copy()  # what it keeps may be the result
         return run.log
 
+    cost = Prices(trace, platform)
     return Problem(
-        trace=trace, platform=platform, cost=Prices(trace, platform), evaluate=evaluate, seed=seed, history=history
+        trace=trace,
+        platform=platform,
+        cost=cost,
+        evaluate=evaluate,
+        seed=seed,
+        history=history,
+        least_ns=lambda plan: least_ns(plan, platform, cost),
     )
 
 
@@ -378,8 +390,31 @@ def _as_unlimited(history: Sequence[Run]) -> EventLog | None:
     return None if waited.any() else log
 
 
+def as_in_ample_memory(run: Run) -> Run | None:
+    """The run of the same plan with unlimited memory, where that is the same: nothing in it can have waited for space.
+
+    Where the most that was ever held and the most that anything takes at once fit together, all had space at once.
+    """
+    plan, log = run.plan, run.log
+    if plan.online is not None or plan.keep_dead or not log.complete:
+        return None
+    t, c = log.trace.tensor_columns, log.trace.op_columns
+    results = int(row_sums(c.write_start, t.bytes[c.write_ids]).max(initial=0))
+    most = max(int(t.bytes.max(initial=0)), results + int(c.workspace.max(initial=0)))
+    homes = {engine.home for engine in log.platform.engines if engine.main}
+    peaks = peak_bytes(log)
+    for tier in log.platform.tiers:
+        if tier.allocator.name != "exact" or (tier.name in homes and peaks[tier.name] + most > tier.capacity):
+            return None
+    return Run(run.trace, plan, replace(log, platform=unlimited(log.platform)))
+
+
 def reference_for(
-    policy: Policy, trace: Trace | Sequence[Trace], platform: Platform, kept: EventLog | None = None
+    policy: Policy,
+    trace: Trace | Sequence[Trace],
+    platform: Platform,
+    kept: EventLog | None = None,
+    ran: Run | None = None,
 ) -> Reference:
     """The fastest run with unlimited memory and the same freedoms as a policy.
 
@@ -387,6 +422,8 @@ def reference_for(
     trace: one trace, or one per iteration.
     platform: the machine, whose budget is ignored.
     kept: the log of keeping everything, if it has been computed already.
+    ran: a run of a plan for that trace, with unlimited memory or `as_in_ample_memory`; if its plan is compared with, it
+        is not replayed.
 
     Raises PolicyFailed where `policy.unlimited` fails.
     """
@@ -394,14 +431,21 @@ def reference_for(
     ample = unlimited(platform)
 
     planned: dict[int, Mapping[str, Plan]] = {}  # by id: to hash a trace takes longer than most plans
+    evaluated = Evaluated() if len(traces) == 1 else None
+    if evaluated is not None and ran is not None:
+        evaluated.add(ran.plan, ran)
 
     def plans(each: Trace) -> Mapping[str, Plan]:
         if id(each) not in planned:
             with calling(label(policy)):
-                planned[id(each)] = policy.unlimited(problem_for(each, ample))
+                planned[id(each)] = policy.unlimited(problem_for(each, ample, evaluated=evaluated))
         return planned[id(each)]
 
     def log_of(name: str) -> EventLog:
+        plan = plans(traces[-1]).get(name)
+        known = evaluated.run_of(plan) if evaluated is not None and plan is not None else None
+        if known is not None:
+            return known.log
         return _last_log(traces, ample, lambda each: plans(each).get(name) or Plan(each))
 
     try:
@@ -516,9 +560,15 @@ def simulate(
         nominal=machine.home(0).nominal,
         warm_up=history[:-1],
         plan_s=plan_s,
-        reference=lambda: reference_for(chosen, [run.trace for run in history], machine, _as_unlimited(history)),
+        reference=lambda: _reference_of(chosen, machine, history),
         trace=history[-1].trace,
     )
+
+
+def _reference_of(policy: Policy, platform: Platform, history: Sequence[Run]) -> Reference:
+    """What the last of these runs of a policy is compared with."""
+    kept, ran = _as_unlimited(history), as_in_ample_memory(history[-1])
+    return reference_for(policy, [run.trace for run in history], platform, kept, ran)
 
 
 def _laid_out(
@@ -561,6 +611,7 @@ def _fault(policy: Policy, error: BaseException) -> str:
 __all__ = [
     "Prices",
     "Result",
+    "as_in_ample_memory",
     "check_trace",
     "problem_for",
     "reference_for",

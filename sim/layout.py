@@ -63,6 +63,10 @@ class Layout:
     sequence_parallel: with tp, whether what is not divided that way is divided by tokens.
     async_sums: with tp, whether backward gathers inputs and sums their gradients beside the products with weights, as
         Megatron-LM does by default (`sim.rewrites.async_sums`).
+    keep_gathered: with sequence_parallel, whether the inputs of layers that forward gathers are kept for backward, as
+        autograd does for PyTorch's DTensor; else backward gathers them once more, as in Megatron-LM.
+    sum_each: with tp, whether each linear layer copies its input, and sums the gradient of that over the ranks by
+        itself, as PaddlePaddle's do; else layers that share an input sum once, as Megatron-LM's.
     by_tokens: with sequence_parallel, parts of layers that the ranks of tp divide by tokens, too, with all weights on
         each: "mlp, attention 0-3" are all MLPs, and attention in the first four layers (`sim.rewrites.layer_parts`).
         Attention then gathers keys and values, and must be fused. Gradients of such weights are summed once.
@@ -120,6 +124,8 @@ class Layout:
     async_sums: bool = False
     by_tokens: tuple[LayerPart, ...] = ()
     gathered: str = "layer"
+    keep_gathered: bool = False
+    sum_each: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -143,23 +149,7 @@ class Layout:
             )
         self._check_reshard_to()
         self._check_exchanges()
-        if not isinstance(self.sequence_parallel, bool):
-            raise LayoutError(f"sequence_parallel: needs true or false, has {self.sequence_parallel!r}")
-        if not isinstance(self.ring_attention, bool):
-            raise LayoutError(f"ring_attention: needs true or false, has {self.ring_attention!r}")
-        if self.ring_attention and self.cp == 1:
-            raise LayoutError("ring_attention: blocks go round among the ranks of cp, which is 1; nearest: cp 2")
-        if not isinstance(self.async_sums, bool):
-            raise LayoutError(f"async_sums: needs true or false, has {self.async_sums!r}")
-        if self.async_sums and self.tp == 1:
-            raise LayoutError("async_sums: the ranks of tp sum gradients of inputs, and tp is 1; nearest: tp 2")
-        if self.sequence_parallel and self.tp == 1:
-            raise LayoutError("sequence_parallel: divides tokens among the ranks of tp, which is 1; nearest: tp 2")
-        object.__setattr__(self, "by_tokens", layer_parts(self.by_tokens, "by_tokens"))
-        if self.by_tokens and not self.sequence_parallel:
-            raise LayoutError("by_tokens: the ranks of tp divide tokens only with sequence_parallel; nearest: ''")
-        if self.cp > 1 and any(part.part == ATTENTION for part in self.by_tokens):
-            raise LayoutError("by_tokens: the ranks of cp divide attention by tokens already; nearest: cp 1, or 'mlp'")
+        self._check_division_of_layers()
         if self.dp % self.ep:
             nearest = nearest_divisor(self.dp, self.ep)
             raise LayoutError(f"ep: {self.ep} ranks of experts do not divide dp {self.dp}; nearest: {nearest}")
@@ -185,6 +175,46 @@ class Layout:
             raise LayoutError("dp: pipedream updates after each microbatch of one pipeline; nearest: 1")
         if self.layers not in ((), *CHOSEN) and len(self.layers) != self.parts:
             raise LayoutError(f"layers: {len(self.layers)} numbers for {self.parts} parts of the model")
+
+    def _check_division_of_layers(self) -> None:
+        """Raise LayoutError for what the ranks of tp and cp cannot do."""
+        for key in ("sequence_parallel", "ring_attention", "async_sums", "keep_gathered", "sum_each"):
+            if not isinstance(getattr(self, key), bool):
+                raise LayoutError(f"{key}: needs true or false, has {getattr(self, key)!r}")
+        object.__setattr__(self, "by_tokens", layer_parts(self.by_tokens, "by_tokens"))
+        apart = any(part.part == ATTENTION for part in self.by_tokens)
+        for is_wrong, why in (
+            (
+                self.ring_attention and self.cp == 1,
+                "ring_attention: blocks go round among the ranks of cp, which is 1; nearest: cp 2",
+            ),
+            (
+                self.async_sums and self.tp == 1,
+                "async_sums: the ranks of tp sum gradients of inputs, and tp is 1; nearest: tp 2",
+            ),
+            (
+                self.sequence_parallel and self.tp == 1,
+                "sequence_parallel: divides tokens among the ranks of tp, which is 1; nearest: tp 2",
+            ),
+            (
+                self.keep_gathered and not self.sequence_parallel,
+                "keep_gathered: inputs are gathered only with sequence_parallel; nearest: false",
+            ),
+            (
+                self.sum_each and (self.tp == 1 or self.sequence_parallel or self.async_sums),
+                "sum_each: needs tp, and neither sequence_parallel nor async_sums, which sum per block; nearest: false",
+            ),
+            (
+                self.by_tokens and not self.sequence_parallel,
+                "by_tokens: the ranks of tp divide tokens only with sequence_parallel; nearest: ''",
+            ),
+            (
+                self.cp > 1 and apart,
+                "by_tokens: the ranks of cp divide attention by tokens already; nearest: cp 1, or 'mlp'",
+            ),
+        ):
+            if is_wrong:
+                raise LayoutError(why)
 
     def _check_reshard_to(self) -> None:
         """Raise LayoutError for groups of replicas that cannot keep weights together."""
@@ -379,7 +409,12 @@ def _laid_out(
     trace = as_base(chunks.trace) if chunks is not None else trace
     trace = experts_apart(trace) if layout.ep > 1 else trace  # whose gradients others sum
     trace = divide_tokens(trace, layout.cp, layout.ring_attention)
-    trace = divide_layers(trace, layout.tp, layout.sequence_parallel, layout.async_sums, layout.by_tokens)
+    parts: dict[str, Any] = {
+        "by_tokens": layout.by_tokens,
+        "keep_gathered": layout.keep_gathered,
+        "sum_each": layout.sum_each,
+    }
+    trace = divide_layers(trace, layout.tp, layout.sequence_parallel, layout.async_sums, **parts)
     trace = in_order(trace, layout.ep) if layout.ep > 1 and experts_in_turn(trace) else trace
     trace = trace if kernels is None else kernels(trace)
     trace = trace if layout.barrier else updates_by_layer(trace)

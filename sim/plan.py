@@ -299,6 +299,10 @@ class Cost(Protocol):
         """The same of another trace, on the same machine with other capacities."""
 
 
+def _nothing_known(plan: Plan) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a policy is asked: to run this trace on this platform within its capacities.
@@ -310,6 +314,8 @@ class Problem:
         raises, and Infeasible for what a composition cannot carry out.
     seed: for planners that draw random numbers.
     history: earlier iterations, oldest first.
+    least_ns: a time that `evaluate` of a plan does not fall below, from the times of its ops, so that a planner can do
+        without that; 0 where nothing is known, as in a composition, whose other parts may change ops.
     """
 
     trace: Trace
@@ -318,6 +324,7 @@ class Problem:
     evaluate: Evaluate
     seed: int = 0
     history: tuple[Run, ...] = ()
+    least_ns: Callable[[Plan], int] = _nothing_known
 
     @property
     def budget(self) -> int:

@@ -365,6 +365,36 @@ def test_a_run_that_waited_for_space_is_no_reference():
     assert experiment._as_unlimited([run, run]) is None
 
 
+@pytest.mark.parametrize("policy", ["swap_all", "zero_offload", "full_recompute", "vdnn"])
+def test_a_run_in_which_memory_cannot_have_been_short_is_that_in_unlimited_memory(policy):
+    trace, machine = transformer("gpt2", batch=2, sequence=64, precision="bf16"), load_profile("a100_80_sxm")
+    result = simulate(trace, machine, policy)
+    run = experiment.as_in_ample_memory(Run(trace, result.plan, result.log))
+    ample = experiment.unlimited(machine)
+    assert run is not None
+    assert run.log == result.log == replay(result.plan, ample)
+    assert run.log.platform.tiers == ample.tiers
+    peak = result.summary()["peak_bytes"]
+    tight = replay(result.plan, machine.with_budget(peak))
+    assert experiment.as_in_ample_memory(Run(trace, result.plan, tight)) is None
+    assert experiment.as_in_ample_memory(Run(trace, result.plan, replace(result.log, complete=False))) is None
+    for other in (replace(result.plan, keep_dead=True), replace(result.plan, online=object)):
+        assert experiment.as_in_ample_memory(Run(trace, other, result.log)) is None
+
+
+def test_the_plan_that_ran_is_not_replayed_to_be_compared_with(monkeypatch):
+    trace = transformer("gpt2", batch=2, sequence=64, precision="bf16")
+    result = simulate(trace, "a100_80_sxm", "zero_offload")
+    replayed = []
+    run = experiment.run_iteration
+    monkeypatch.setattr(experiment, "run_iteration", lambda *given, **more: replayed.append(1) or run(*given, **more))
+    figures = result.summary()
+    assert len(replayed) == 1  # of keeping everything
+    monkeypatch.setattr(experiment, "as_in_ample_memory", lambda run: None)
+    assert simulate(trace, "a100_80_sxm", "zero_offload").summary() == figures
+    assert len(replayed) == 4
+
+
 @pytest.mark.parametrize("notes", [None, [1, 2], "text"])
 def test_notes_that_are_no_mapping_prove_and_own_nothing(notes):
     result = simulate(TRACE, PLATFORM, Noteless(notes=notes))

@@ -2,8 +2,9 @@
 
 from workloads.capture import capture, capture_from_reference
 from workloads.cnn import cnn, cnn_names
+from workloads.families import Config
 from workloads.importers.any_format import load_trace
-from workloads.models import Config, model_names, read_config
+from workloads.models import model_names, read_config
 from workloads.stacks import with_stack
 from workloads.steps import training_step
 from workloads.synthetic import chain, random_dag, unet, uniform_chain, w1

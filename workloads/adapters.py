@@ -18,8 +18,13 @@ from workloads.precision import PRECISIONS, QUANTISED, Precision
 from workloads.primitives import add, copy, dropout, linear, scale
 from workloads.tape import Tape, Value
 
-DEFAULT_TARGETS = {"gpt2": ("attn.qkv",), "bert": ("attn.q", "attn.v")}
-"""The linear layers that PEFT adapts unless told otherwise, by family; for all other families as for BERT."""
+DEFAULT_TARGETS = {
+    "gpt2": ("attn.qkv",),
+    "bert": ("attn.q", "attn.v"),
+    "megatron": ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"),
+}
+"""The linear layers that PEFT adapts unless told otherwise, by family; for all other families as for BERT. Those of
+Megatron-LM's models are what NeMo adapts (nemo/collections/llm/peft/lora.py: LoRA.target_modules)."""
 
 ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer but the head, as in PEFT."""
@@ -32,6 +37,21 @@ PEFT_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "value": ("attn.v",),
         "dense": ("proj", "fc", "pooler", "transform"),
     },
+    "megatron": {
+        "linear_qkv": ("attn.qkv",),
+        "linear_proj": ("attn.proj",),
+        "linear_fc1": ("mlp.fc",),
+        "linear_fc2": ("mlp.proj",),
+    },
+    "gpt": {
+        "q_proj": ("attn.q",),
+        "k_proj": ("attn.k",),
+        "v_proj": ("attn.v",),
+        "qkv_proj": ("attn.qkv",),
+        "out_proj": ("attn.proj",),
+        "linear1": ("mlp.fc",),
+        "linear2": ("mlp.proj",),
+    },
     "llama": {
         "q_proj": ("attn.q",),
         "k_proj": ("attn.k",),
@@ -42,7 +62,8 @@ PEFT_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "down_proj": ("down",),
     },
 }
-"""What Hugging Face's models call the linear layers of each family, and how their names end here."""
+"""What the models of Hugging Face, Megatron-LM and PaddleNLP call the linear layers of each family, and how their names
+end here."""
 
 FROZEN_DTYPES = (*dict.fromkeys(p.weight for p in PRECISIONS.values()), *QUANTISED)
 """The types in which frozen weights can be stored."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import numpy as np
 
 from sim.trace.tensor import ROWS, TOKENS
+from workloads.activations import activation
 from workloads.adapters import Tuning, linear_layer
 from workloads.costs import element_flops, matmul_flops
 from workloads.eight_bits import eight_bit_linear, multiplies_in_8_bits
-from workloads.models import Config
-from workloads.primitives import Gradients, elementwise, gather, linear, multiply, softmax, split, unary
+from workloads.families import Config
+from workloads.primitives import Gradients, elementwise, gather, linear, multiply, softmax, split
 from workloads.sizes import named
 from workloads.tape import Tape, Value
 
@@ -101,7 +102,7 @@ def _grouped(
     picked = gather(tape, f"{name}.dispatch", x, (rows, c.hidden), source)
     both = grouped_linear(tape, f"{name}.gate_up", picked, weights[f"{name}.gate_up.weight"], ends)
     gate, up = split(tape, f"{name}.gate_up", both, dict.fromkeys(("gate", "up"), (rows, width)))
-    hidden = multiply(tape, f"{name}.mul", unary(tape, f"{name}.act", c.activation, gate), up)
+    hidden = multiply(tape, f"{name}.mul", activation(tape, f"{name}.act", gate, c.activation), up)
     down = grouped_linear(tape, f"{name}.down", hidden, weights[f"{name}.down.weight"], ends)
     weighted = multiply(tape, f"{name}.weight", down, sorted_scores)  # fp32, as the scores are
     back = gather(tape, f"{name}.combine", weighted, (rows, c.hidden), inverse)
@@ -162,7 +163,7 @@ def _loop(
         tape.op(f"{e}.find", "other", [scores], [index, rank], flops=scores.shape[0])
         picked = gather(tape, f"{e}.dispatch", x, (rows, c.hidden), index)
         share = gather(tape, f"{e}.scores", scores, (rows, 1), index, rank)
-        gate = unary(tape, f"{e}.act", c.activation, linear_layer(tape, weights, f"{e}.gate", picked, tuning))
+        gate = activation(tape, f"{e}.act", linear_layer(tape, weights, f"{e}.gate", picked, tuning), c.activation)
         up = linear_layer(tape, weights, f"{e}.up", picked, tuning)
         hidden = multiply(tape, f"{e}.mul", gate, up)
         y = multiply(tape, f"{e}.weight", linear_layer(tape, weights, f"{e}.down", hidden, tuning), share)

@@ -192,6 +192,8 @@ def _config(library: Any, values: Mapping[str, Any], where: str, assumed: dict[s
     given = {key: value for key, value in values.items() if key not in ("model_type", "transformers_version")}
     kind = values.get("model_type")
     known = import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    if kind == "megatron":
+        raise WorkloadError(f"{where}: model_type 'megatron' is built in, and transformers has no such models")
     if not isinstance(kind, str) or kind not in known:
         hint = near(str(kind), known)
         raise WorkloadError(f"{where}: model_type {shown(kind, 40)} is unknown to transformers too{hint}")

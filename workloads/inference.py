@@ -24,15 +24,13 @@ from sim.trace.graph import Trace
 from workloads.adapters import Tuning
 from workloads.attention import Cache, Core
 from workloads.experts import routing
+from workloads.families import Config
 from workloads.layers import Model
-from workloads.models import Config
 from workloads.parameters import make_parameters
-from workloads.passes import gpt2_body, head_weight, llama_body
+from workloads.passes import decoder_body, head_weight
 from workloads.precision import Precision
 from workloads.primitives import linear, split
 from workloads.tape import Tape, Value
-
-BODIES = {"gpt2": gpt2_body, "llama": llama_body, "mixtral": llama_body}
 
 
 def inference(
@@ -51,14 +49,14 @@ def inference(
     Raises WorkloadError for a model that generates nothing, more tokens than it has positions or its window covers,
     or attention of single kernels.
     """
-    if c.family not in BODIES:
+    if not c.of_family.causal:
         raise WorkloadError(f"generate: {c.name!r} is an encoder, which generates no tokens")
     if attention == "eager":
         raise WorkloadError("attention 'eager': with generate attention is one kernel: 'sdpa', or 'flash' in 16 bits")
     if attention == "flash" and precision.compute == "fp32":
         raise WorkloadError("attention 'flash' computes in 16 bits: choose another precision, or attention 'sdpa'")
     longest = prompt + generate - 1
-    if c.family == "gpt2" and longest > c.positions:
+    if c.learned and longest > c.positions:
         raise WorkloadError(
             f"generate: {prompt} tokens of prompt and {generate} generated exceed the {c.positions} positions of "
             f"{c.name!r}"
@@ -117,7 +115,7 @@ def inference(
 
 def _next(tape: Tape, model: Model, ids: Value) -> Value:
     """One pass over new tokens, and the token of each sample that follows the last of them."""
-    x = BODIES[model.config.family](tape, model, ids)
+    x = decoder_body(tape, model, ids)
     if model.core.sequence > 1:
         (x,) = split(tape, "last", x, {"token": (x.shape[0], 1, x.shape[2])})
     logits = linear(tape, "head", x, head_weight(model))

@@ -9,16 +9,27 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from sim.arguments import explained
 from sim.errors import WorkloadError, near
-from workloads.other_models import LONGEST, NotBuiltIn, refuse_other_models, refuse_unknown, refuse_unused, shown
+from workloads.families import FAMILIES, Config
+from workloads.keys import MOST_EXPERTS, Reader
+from workloads.megatron import megatron
+from workloads.other_models import (
+    HARMLESS,
+    LONGEST,
+    REFUSED,
+    NotBuiltIn,
+    refuse_other_models,
+    refuse_unknown,
+    refuse_unused,
+    shown,
+)
 
-FAMILIES = {
+MODEL_TYPES = {
     # model_type of a config.json: family, which decides its ops
     "gpt2": "gpt2",
     "bert": "bert",
@@ -27,8 +38,12 @@ FAMILIES = {
     "qwen2": "llama",
     "mixtral": "mixtral",
     "deepseek": "mixtral",
+    "nemotron": "nemotron",
+    "megatron": "megatron",
+    "gpt": "gpt",
 }
-"""Supported `model_type`s."""
+"""Supported `model_type`s. `megatron` has the arguments of Megatron-LM as its keys (`workloads.megatron`), `gpt` is
+PaddleNLP's (paddlenlp/transformers/gpt)."""
 
 LARGEST_FILE = 64 << 20
 """Bytes of a `config.json` at most; those with a quantised module list have a few hundred thousand."""
@@ -57,6 +72,8 @@ ALIASES = {
     "attention_dropout": ("attn_pdrop", "attention_probs_dropout_prob", "attention_dropout"),
     "residual_dropout": ("resid_pdrop", "hidden_dropout_prob"),
     "experts_form": ("experts_implementation",),
+    "rotary": ("partial_rotary_factor",),
+    "joint": ("fuse_attention_qkv",),
 }
 """The keys under which different models store the same figure, in the order in which they are tried."""
 
@@ -76,73 +93,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "bert": (*_ALL, *_DROPOUTS, "attention_bias", "mlp_bias", "experts", "token_types"),
     "llama": (*_LLAMA, "experts"),
     "mixtral": (*_LLAMA, "experts", *_EXPERTS),
+    "nemotron": (*_LLAMA, "experts", "rotary"),
+    "gpt": (*_ALL, *_DROPOUTS, "attention_bias", "mlp_bias", "experts", "token_types", "joint"),
 }
 """The fields that a family has; `refuse_other_models` says which of their values it does not."""
 
-ACTIVATIONS = {
-    "gelu_new": "gelu_new",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-}
-"""Known activations, and the kernel or composition that computes each."""
-
-MOST = {"layers": 4096, "experts": 4096}
-MOST_EXPERTS = 1 << 17
-"""Sizes that ops are counted by, and the most that is built: a configuration may come from anywhere."""
-
 FORMS = {"grouped": "grouped", "grouped_mm": "grouped", "loop": "loop", "eager": "loop"}
-
-
-@dataclass(frozen=True)
-class Config:
-    """The sizes of a transformer.
-
-    family: gpt2, bert, llama or mixtral. hidden, ffn, head, expert_ffn: widths in elements. positions:
-    longest sequence (the size of the table where positions are learned). tied: head and embedding are one
-    matrix. biases: which linear layers have one, of "qkv", "proj" and "mlp". experts, experts_per_token,
-    shared_experts, dense_layers (the first layers, without experts), expert_every (from there on every
-    such layer has them), experts_form ("grouped", "loop").
-    window: tokens that attention looks back at most, 0 for all.
-    next_sentence: whether a BERT has the pooler and the head that tell whether two sentences follow each other.
-    published: parameters as published, 0 if unknown. source: where the sizes were published.
-    """
-
-    name: str
-    family: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head: int
-    ffn: int
-    vocabulary: int
-    positions: int
-    activation: str
-    tied: bool
-    biases: frozenset[str]
-    embedding_dropout: float
-    attention_dropout: float
-    residual_dropout: float
-    token_types: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_ffn: int = 0
-    shared_experts: int = 0
-    dense_layers: int = 0
-    expert_every: int = 1
-    experts_form: str = "grouped"
-    window: int = 0
-    next_sentence: bool = True
-    published: int = 0
-    source: str = ""
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether the MLP of that layer is a mixture of experts."""
-        return self.experts > 0 and layer >= self.dense_layers and layer % self.expert_every == 0
-
 
 HUB_NAMES = {
     "gpt2": "gpt2-small",
@@ -294,39 +250,36 @@ def parse_config(values: Mapping[str, Any], name: str, where: str = "") -> Confi
     return _Reader(values, where or name).config(name)
 
 
-class _Reader:
-    """Looks up keys under all their aliases; errors name file and key."""
+class _Reader(Reader):
+    """Looks up keys of a `config.json` under all their aliases."""
 
     def __init__(self, values: Mapping[str, Any], where: str, own: bool = False) -> None:
         """own: a table that ships with the package, which has no keys but those that are read."""
         text = values.get("text_config")  # multimodal models keep the language model's figures there
-        self.values = dict(values)
         if isinstance(text, Mapping):
-            whole = {key: value for key, value in values.items() if key not in OUTSIDE}
-            self.values = {**whole, **text}
-        self.where = where
+            values = {**{key: value for key, value in values.items() if key not in OUTSIDE}, **text}
+        super().__init__(values, where, ALIASES)
         self.own = own
 
     def config(self, name: str) -> Config:
         kind = self.values.get("model_type")
-        supported = ", ".join(sorted(FAMILIES))
+        supported = ", ".join(sorted(MODEL_TYPES))
         if kind is None:
             raise WorkloadError(f"{self.where}: key 'model_type' is missing (supported: {supported})")
-        if not isinstance(kind, str) or kind not in FAMILIES:
+        if not isinstance(kind, str) or kind not in MODEL_TYPES:
             raise NotBuiltIn(f"{self.where}: model_type {shown(kind, 40)} is not supported (supported: {supported})")
-        family = FAMILIES[kind]
+        family = MODEL_TYPES[kind]
+        if family == "megatron":
+            return megatron(self.values, name, self.where)
         read = [*READ, *(key for keys in ALIASES.values() for key in keys)]
-        refuse_unknown(self.values, read, kind, self.where, self.own)
+        beside = [*REFUSED, *(() if self.own else HARMLESS)]
+        refuse_unknown(self.values, read, kind, self.where, beside=beside, own=self.own)
         refuse_other_models(self.values, kind, family, self.where)
-        modern = family in ("llama", "mixtral")
-        hidden, heads = self.size("hidden"), self.size("heads")
-        kv_heads = self.size("kv_heads", heads) if modern else heads
-        self.refuse_unused(kind, family, heads, hidden)
-        if not self.raw("head") and hidden % heads:
-            raise WorkloadError(f"{self.where}: {self.key('hidden')} {hidden} is not a multiple of {heads} heads")
-        if heads % kv_heads:
-            raise WorkloadError(f"{self.where}: {self.key('kv_heads')} {kv_heads} does not divide {heads} heads")
-        ffn = self.size("ffn", None if modern else 4 * hidden)
+        has, fields = FAMILIES[family], FIELDS[family]
+        hidden = self.size("hidden")
+        self.refuse_unused(kind, family, self.size("heads"), hidden)
+        _, heads, kv_heads, head = self.heads(grouped=has.grouped)
+        ffn = self.size("ffn", has.ffn * hidden or None)
         experts = self.size("experts") if family == "mixtral" else 0
         layers = self.size("layers")
         if experts * layers > MOST_EXPERTS:
@@ -337,24 +290,23 @@ class _Reader:
         chosen = self.size("experts_per_token") if experts else 0
         if chosen > experts:
             raise WorkloadError(f"{self.where}: {self.key('experts_per_token')} {chosen} of {experts} experts")
-        dropout = 0.0 if modern else 0.1  # the defaults of the configuration classes
         return Config(
             name=name,
             family=family,
             hidden=hidden,
-            layers=self.size("layers"),
+            layers=layers,
             heads=heads,
             kv_heads=kv_heads,
-            head=self.size("head", hidden // heads),
+            head=head,
             ffn=ffn,
             vocabulary=self.size("vocabulary"),
-            positions=self.size("positions", 2048 if modern else None),
-            activation=self.activation({"gpt2": "gelu_new", "bert": "gelu"}.get(family, "silu")),
-            tied=self.flag("tied", not modern),
-            biases=self.biases(kind, modern),
-            embedding_dropout=0.0 if modern else self.share("embedding_dropout", dropout),
-            attention_dropout=self.share("attention_dropout", dropout),
-            residual_dropout=0.0 if modern else self.share("residual_dropout", dropout),
+            positions=self.size("positions", has.positions or None),
+            activation=self.activation(has.activation),
+            tied=self.flag("tied", has.tied),
+            biases=self.biases(kind, has.biased),
+            embedding_dropout=self.share("embedding_dropout", has.dropout) if has.drops_all else 0.0,
+            attention_dropout=self.share("attention_dropout", has.dropout),
+            residual_dropout=self.share("residual_dropout", has.dropout) if has.drops_all else 0.0,
             token_types=self.size("token_types", 2) if family == "bert" else 0,
             experts=experts,
             experts_per_token=chosen,
@@ -366,7 +318,12 @@ class _Reader:
             window=self.window(kind),
             next_sentence=self.next_sentence(),
             published=self.published(),
-            source=str(source) if isinstance(source := self.values.get("source", ""), str) else "",
+            source=self.source(),
+            norm=has.norm,
+            gated=has.gated,
+            learned=has.learned,
+            rotary=self.rotary(has.rotary, head) if "rotary" in fields else has.rotary,
+            joint=self.flag("joint", has.joint) if "joint" in fields else has.joint,
         )
 
     def refuse_unused(self, kind: str, family: str, heads: int, hidden: int) -> None:
@@ -375,6 +332,7 @@ class _Reader:
             "kv_heads": (heads,),
             "head": (hidden / heads,),
             "experts_per_token": (0, 1),
+            "rotary": (1.0,),
             **dict.fromkeys((*_DROPOUTS, "shared_experts", "dense_layers", "token_types"), (0,)),
         }
         names = {key for field in FIELDS[family] for key in ALIASES[field]}
@@ -386,17 +344,6 @@ class _Reader:
             if key not in names
         }
         refuse_unused(self.values, unused, kind, self.where)
-
-    def published(self) -> int:
-        count = self.values.get("published_parameters", 0)
-        return count if isinstance(count, int) and 0 <= count < 1 << 63 else 0
-
-    def activation(self, default: str) -> str:
-        """The kernel or composition of the activation. The library may know others."""
-        try:
-            return self.choice("activation", ACTIVATIONS, default)
-        except WorkloadError as error:
-            raise NotBuiltIn(str(error)) from None
 
     def next_sentence(self) -> bool:
         """Whether the classes that the file names, if any, have more than the head for masked tokens."""
@@ -414,52 +361,18 @@ class _Reader:
             raise WorkloadError(f"{self.where}: sliding_window: needs an integer of at least 1, has {shown(window)}")
         return window
 
-    def biases(self, kind: str, modern: bool) -> frozenset[str]:
-        if not modern:
+    def rotary(self, default: float, head: int) -> float:
+        """The share of a head that is rotated; files of one release have it among other keys of rotary positions."""
+        for key in ("rope_parameters", "rope_scaling"):
+            inner = self.values.get(key)
+            if isinstance(inner, Mapping) and inner.get("partial_rotary_factor") is not None:
+                return Reader(inner, f"{self.where}: {key}", self.aliases).part("rotary", default, head)
+        return self.part("rotary", default, head)
+
+    def biases(self, kind: str, biased: bool) -> frozenset[str]:
+        if biased:
             return frozenset(("qkv", "proj", "mlp"))
         if kind == "qwen2":  # its class has biases there and no key for them
             return frozenset(("qkv",))
         attention = ("qkv", "proj") if self.flag("attention_bias", False) else ()
         return frozenset((*attention, *(("mlp",) if self.flag("mlp_bias", False) else ())))
-
-    def key(self, field: str) -> str:
-        """The key under which the file has a field, or its usual key."""
-        return next((k for k in ALIASES[field] if self.values.get(k) is not None), ALIASES[field][0])
-
-    def raw(self, field: str) -> Any:
-        return next((self.values[k] for k in ALIASES[field] if self.values.get(k) is not None), None)
-
-    def size(self, field: str, default: int | None = None, least: int = 1) -> int:
-        value = self.raw(field)
-        if value is None:
-            if default is None:
-                raise WorkloadError(f"{self.where}: key {' or '.join(map(repr, ALIASES[field]))} is missing")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise WorkloadError(
-                f"{self.where}: {self.key(field)}: needs an integer of at least {least}, has {shown(value)}"
-            )
-        if value > (most := MOST.get(field, 1 << 40)):
-            raise WorkloadError(f"{self.where}: {self.key(field)}: is built up to {most:,}, has {shown(value, 24)}")
-        return value
-
-    def share(self, field: str, default: float) -> float:
-        value = self.raw(field)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise WorkloadError(f"{self.where}: {self.key(field)}: needs a number from 0 up to 1, has {shown(value)}")
-        return float(value)
-
-    def flag(self, field: str, default: bool) -> bool:
-        value = self.raw(field)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise WorkloadError(f"{self.where}: {self.key(field)}: needs true or false, has {shown(value)}")
-        return value
-
-    def choice(self, field: str, known: Mapping[str, str], default: str) -> str:
-        value = self.raw(field) or default
-        if not isinstance(value, str) or value not in known:
-            hint = near(value[:LONGEST], known) if isinstance(value, str) else ""
-            raise WorkloadError(f"{self.where}: {self.key(field)}: {shown(value)} is unknown{hint}")
-        return known[value]

@@ -8,23 +8,31 @@ from workloads.primitives import Gradients, elementwise, multiply, power
 from workloads.tape import Tape, Value
 
 
-def layer_norm(tape: Tape, name: str, x: Value, weight: Value, bias: Value) -> Value:
+def layer_norm(tape: Tape, name: str, x: Value, weight: Value, bias: Value, *, one_plus: bool = False) -> Value:
     """LayerNorm, one kernel per direction, in fp32 under autocast.
 
     Saves its input, and mean and 1/deviation per row in fp32. With a frozen weight and bias backward computes the
     gradient of the input alone.
+
+    one_plus: it multiplies by 1 + weight, which is saved, and under autocast computes in 16 bits, as in Hugging Face's
+        Nemotron (NemotronLayerNorm1P).
     """
-    x = tape.to_full(x, f"{name}.cast")
-    weight, bias = tape.to_full(weight, f"{name}.weight.cast"), tape.to_full(bias, f"{name}.bias.cast")
+    if one_plus:
+        x, bias = _to_16_bits(tape, x, f"{name}.cast"), _to_16_bits(tape, bias, f"{name}.bias.cast")
+        factor, weight = _plus_one(tape, f"{name}.weight", weight)
+    else:
+        x = tape.to_full(x, f"{name}.cast")
+        factor = weight = tape.to_full(weight, f"{name}.weight.cast")
+        bias = tape.to_full(bias, f"{name}.bias.cast")
     rows = (*x.shape[:-1], 1)
     out = tape.result(f"{name}.out", x.shape, x.dtype)
     mean, rstd = (tape.constant(f"{name}.{what}", rows, "fp32") for what in ("mean", "rstd"))
     flops = element_flops("layer_norm", x.elements)
-    tape.op(name, "norm", [x, weight, bias], [out, mean, rstd], flops=flops)
+    tape.op(name, "norm", [x, factor, bias], [out, mean, rstd], flops=flops)
     tape.save(x, "input of a norm")
     tape.save(mean, "mean of each row")
     tape.save(rstd, "1 / deviation of each row")
-    copies = [v for v in (weight, bias) if not v.parameter]  # of 16-bit weights, in fp32
+    copies = [v for v in (factor, bias) if not v.parameter]  # of 16-bit weights, in fp32
     for value in copies:
         tape.save(value, "copy of the weight or bias of a norm")
 
@@ -32,12 +40,28 @@ def layer_norm(tape: Tape, name: str, x: Value, weight: Value, bias: Value) -> V
         gradients = [tape.gradient(v) if tape.needs_gradient(v) else None for v in (x, weight, bias)]
         summed = tape.needs_gradient(weight, bias)
         flops = element_flops("layer_norm_backward" if summed else "layer_norm_backward_input", x.elements)
-        reads = [g, x, mean, rstd, weight, *copies[1:]]
+        reads = [g, x, mean, rstd, factor, *(v for v in copies if v is not factor)]
         tape.op(f"{name}.bwd", "norm", reads, [v for v in gradients if v], flops=flops)
         return gradients
 
     tape.record([x, weight, bias], [out], rule)
     return out
+
+
+def _to_16_bits(tape: Tape, x: Value, name: str) -> Value:
+    return tape.cast(x, tape.precision.compute, name) if tape.precision.autocast else x
+
+
+def _plus_one(tape: Tape, name: str, weight: Value) -> tuple[Value, Value]:
+    """1 + weight as a norm reads it, and what it computes the gradient of, which passes through the sum."""
+    one = tape.constant(f"{name}.one.out", weight.shape, weight.dtype)
+    elementwise(tape, f"{name}.one", "add", [weight], one)
+    if not tape.precision.autocast:
+        return one, weight
+    low = tape.result(f"{name}.cast.out", weight.shape, tape.precision.compute)
+    tape.op(f"{name}.cast", "copy", [one], [low])
+    tape.record([weight], [low], lambda g: [tape.gradient_cast(g, weight, f"{name}.cast.bwd")])
+    return low, low
 
 
 def rms_norm(tape: Tape, name: str, x: Value, weight: Value) -> Value:

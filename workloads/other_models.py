@@ -116,6 +116,16 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 """For each key, which of its values describe a different model, and what that model has."""
 
+ROTARY = ("partial_rotary_factor", "rope_scaling", "rope_parameters")
+"""Of these the keys that Nemotron, whose positions rotate a part of each head, has."""
+
+BIASES = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "nemotron": ("attention_bias", "mlp_bias"),
+    "deepseek": ("attention_bias",),
+}
+"""The keys of biases that a `model_type` has."""
+
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
@@ -124,7 +134,7 @@ _HARMLESS = """
     cross_attention_hidden_size decoder_start_token_id directionality diversity_penalty do_sample early_stopping
     encoder_no_repeat_ngram_size eos_token_id ep_size exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id id2label initializer_range label2id layer_norm_eps layer_norm_epsilon
-    length_penalty max_length max_sequence_length max_window_layers min_length model_max_length n_group name
+    length_penalty max_length max_sequence_length max_window_layers min_length model_max_length n_group name norm_eps
     no_repeat_ngram_size norm_topk_prob num_beam_groups num_beams num_labels num_return_sequences
     original_max_position_embeddings output_scores pad_token_id pooler_fc_size pooler_num_attention_heads
     pooler_num_fc_layers pooler_size_per_head pooler_type prefix problem_type remove_invalid_values repetition_penalty
@@ -150,13 +160,22 @@ def misspelt(key: str, known: Collection[str]) -> str:
     return next(iter(get_close_matches(key[:LONGEST], known, n=1, cutoff=ALIKE)), "")
 
 
-def refuse_unknown(values: Mapping[str, Any], read: Collection[str], kind: str, where: str, own: bool) -> None:
-    """Raise WorkloadError for a key that is neither read nor harmless nor known to describe another model.
+def refuse_unknown(
+    values: Mapping[str, Any],
+    read: Collection[str],
+    kind: str,
+    where: str,
+    *,
+    beside: Collection[str],
+    own: bool = False,
+) -> None:
+    """Raise WorkloadError for a key that nothing is known of.
 
     read: the keys that are read.
-    own: whether harmless keys are mistakes, too, as in a table of one's own; a published `config.json` has dozens.
+    beside: those that are harmless, or known to describe another model.
+    own: whether the table is one's own, where harmless keys are mistakes, too; a published `config.json` has dozens.
     """
-    known = {*read, *REFUSED} | (set() if own else HARMLESS)
+    known = {*read, *beside}
     for key, value in values.items():
         if key in known or (isinstance(key, str) and key.startswith("_") and not own):
             continue
@@ -186,14 +205,14 @@ def refuse_unused(values: Mapping[str, Any], unused: Mapping[str, Collection[Any
 
 def refuse_other_models(values: Mapping[str, Any], kind: str, family: str, where: str) -> None:
     """Raise WorkloadError, naming key and value, for a configuration of a model that is not supported."""
-    refused = dict(REFUSED)
-    biases = {"llama": ("attention_bias", "mlp_bias"), "deepseek": ("attention_bias",)}.get(kind, ())
+    refused = {key: rule for key, rule in REFUSED.items() if kind != "nemotron" or key not in ROTARY}
+    biases = BIASES.get(kind, ())
     refused |= {
         key: (_is_set, f"biases, which model_type {kind!r} does not have")
         for key in ("attention_bias", "mlp_bias")
         if key not in biases
     }
-    if family in ("gpt2", "bert"):
+    if family in ("gpt2", "bert", "gpt"):
         always = (_is_not(True), f"linear layers without a bias, which model_type {kind!r} does not have")
         refused |= {"attention_bias": always, "mlp_bias": always}
     elif kind == "qwen2":

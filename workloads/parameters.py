@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim.trace.builder import TraceBuilder
 from workloads.adapters import EVERYTHING, Tuning, check_names
-from workloads.models import Config
+from workloads.families import RMS_NORM, Config
 from workloads.precision import precision_of
 from workloads.tape import Tape, Value
 
@@ -18,7 +18,7 @@ def make_parameters(tape: Tape, c: Config, tuning: Tuning = EVERYTHING) -> dict[
     """
     weights = _Weights(tape, c, tuning)
     weights.embeddings()
-    layer_of = {"gpt2": weights.gpt2, "bert": weights.bert}.get(c.family, weights.modern)
+    layer_of = weights.decoder if c.of_family.causal else weights.bert
     for i in range(c.layers):
         tape.layer = i
         layer_of(f"h{i}", i)
@@ -55,14 +55,24 @@ class _Weights:
             for part, shape in (("lora_A", (inner, self._tuning.rank)), ("lora_B", (self._tuning.rank, columns))):
                 self.by_name[f"{name}.{part}.weight"] = self._tape.parameter(f"{name}.{part}.weight", *shape)
 
-    def layer_norm(self, name: str) -> None:
+    def norm(self, name: str) -> None:
         self.weight(f"{name}.weight", self._c.hidden)
-        self.weight(f"{name}.bias", self._c.hidden)
+        if self._c.norm != RMS_NORM:
+            self.weight(f"{name}.bias", self._c.hidden)
+
+    def attention(self, name: str) -> None:
+        c = self._c
+        parts = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
+        for part, heads in {"qkv": sum(parts.values())}.items() if c.joint else parts.items():
+            self.linear(f"{name}.{part}", c.hidden, heads * c.head, bias="qkv" in c.biases)
+        self.linear(f"{name}.proj", c.heads * c.head, c.hidden, bias="proj" in c.biases)
 
     def mlp(self, name: str, width: int, *, bias: bool = False) -> None:
-        hidden = self._c.hidden
-        for part, inner, columns in (("gate", hidden, width), ("up", hidden, width), ("down", width, hidden)):
-            self.linear(f"{name}.{part}", inner, columns, bias=bias)
+        c, has = self._c, self._c.of_family
+        if c.gated and not c.joint:
+            self.linear(f"{name}.gate", c.hidden, width, bias=bias)
+        self.linear(f"{name}.{has.up}", c.hidden, 2 * width if c.gated and c.joint else width, bias=bias)
+        self.linear(f"{name}.{has.down}", width, c.hidden, bias=bias)
 
     def experts(self, name: str) -> None:
         c = self._c
@@ -78,65 +88,51 @@ class _Weights:
 
     # ---- layers ------------------------------------------------------------------------------
 
-    def modern(self, h: str, layer: int) -> None:
-        """Of Llama's kind."""
-        c, bias = self._c, "qkv" in self._c.biases
-        self.linear(f"{h}.attn.q", c.hidden, c.heads * c.head, bias=bias)
-        self.linear(f"{h}.attn.k", c.hidden, c.kv_heads * c.head, bias=bias)
-        self.linear(f"{h}.attn.v", c.hidden, c.kv_heads * c.head, bias=bias)
-        self.linear(f"{h}.attn.proj", c.heads * c.head, c.hidden, bias="proj" in c.biases)
+    def decoder(self, h: str, layer: int) -> None:
+        c, (first, second, _) = self._c, self._c.of_family.norms
+        last = c.of_family.norms_last
+        if not last:
+            self.norm(f"{h}.{first}")
+        self.attention(f"{h}.attn")
+        if not last:
+            self.norm(f"{h}.{second}")
         if c.has_experts(layer):
             self.experts(f"{h}.mlp")
         else:
             self.mlp(f"{h}.mlp", c.ffn, bias="mlp" in c.biases)
-        self.weight(f"{h}.norm1.weight", c.hidden)
-        self.weight(f"{h}.norm2.weight", c.hidden)
-
-    def gpt2(self, h: str, _: int) -> None:
-        c = self._c
-        self.layer_norm(f"{h}.ln1")
-        self.linear(f"{h}.attn.qkv", c.hidden, 3 * c.hidden)
-        self.linear(f"{h}.attn.proj", c.hidden, c.hidden)
-        self.layer_norm(f"{h}.ln2")
-        self.linear(f"{h}.mlp.fc", c.hidden, c.ffn)
-        self.linear(f"{h}.mlp.proj", c.ffn, c.hidden)
+        if last:
+            self.norm(f"{h}.{first}")
+            self.norm(f"{h}.{second}")
 
     def bert(self, h: str, _: int) -> None:
-        c = self._c
-        for part in ("q", "k", "v", "proj"):
-            self.linear(f"{h}.attn.{part}", c.hidden, c.hidden)
-        self.layer_norm(f"{h}.ln1")
-        self.linear(f"{h}.mlp.fc", c.hidden, c.ffn)
-        self.linear(f"{h}.mlp.proj", c.ffn, c.hidden)
-        self.layer_norm(f"{h}.ln2")
+        self.attention(f"{h}.attn")
+        self.norm(f"{h}.ln1")
+        self.mlp(f"{h}.mlp", self._c.ffn, bias=True)
+        self.norm(f"{h}.ln2")
 
     # ---- the ends ----------------------------------------------------------------------------
 
     def embeddings(self) -> None:
         c = self._c
-        if c.family in ("llama", "mixtral"):
-            self.weight("embed.weight", c.vocabulary, c.hidden)
-        else:
-            self.weight("wte.weight", c.vocabulary, c.hidden)
+        self.weight(f"{c.of_family.table}.weight", c.vocabulary, c.hidden)
+        if c.learned:
             self.weight("wpe.weight", c.positions, c.hidden)
-        if c.family == "bert":
+        if not c.of_family.causal:
             self.weight("wtt.weight", c.token_types, c.hidden)
-            self.layer_norm("embed.ln")
+            self.norm("embed.ln")
 
     def head(self) -> None:
         c = self._c
-        if c.family == "gpt2":
-            self.layer_norm("ln_f")
-        elif c.family == "bert":
+        if c.of_family.causal:
+            self.norm(c.of_family.norms[-1])
+        else:
             if c.next_sentence:
                 self.linear("pooler", c.hidden, c.hidden)
             self.linear("transform", c.hidden, c.hidden)
-            self.layer_norm("transform.ln")
+            self.norm("transform.ln")
             self.weight("head.bias", c.vocabulary)  # untied, the library has a second one that nothing reads
             if c.next_sentence:
                 self.linear("next_sentence", c.hidden, 2)
-        else:
-            self.weight("norm.weight", c.hidden)
         if not c.tied:
             self.weight("head.weight", c.vocabulary, c.hidden)
 

@@ -2,59 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
+from workloads.activations import activation
 from workloads.attention import Core, causal_mask
-from workloads.layers import Model, activation, bert_layer, gpt2_layer, llama_layer, rotary_tables
+from workloads.layers import Model, bert_layer, decoder_layer, rotary_tables
 from workloads.losses import cross_entropy, head_loss
 from workloads.primitives import add, dropout, embedding, split, tanh
 from workloads.tape import Tape, Value
 
-Body = Callable[[Tape, Model, Value], Value]
 
-
-def decoder_pass(body: Body, tape: Tape, model: Model, loss: str) -> Value:
+def decoder_pass(tape: Tape, model: Model, loss: str) -> Value:
     """The loss of a decoder: its body, and a head over all tokens, tied or untied."""
     ids, labels = _inputs(tape, model.core)
-    x = body(tape, model, ids)
+    x = decoder_body(tape, model, ids)
     return head_loss(tape, loss, "head", x, head_weight(model), labels, causal=True)
 
 
-def gpt2_body(tape: Tape, model: Model, ids: Value) -> Value:
-    """GPT-2 up to its head: learned positions, pre-norm layers, a norm."""
-    c, w, core = model.config, model.weights, model.core
-    x = embedding(tape, "wte", ids, w["wte.weight"])
-    x = _positions(tape, "wpe", x, w["wpe.weight"])
+def decoder_body(tape: Tape, model: Model, ids: Value) -> Value:
+    """A decoder up to its head: an embedding, learned or rotary positions, pre-norm layers, a norm."""
+    c, w, core, table = model.config, model.weights, model.core, model.config.of_family.table
+    x = embedding(tape, table, ids, w[f"{table}.weight"])
+    if c.learned:
+        x = _positions(tape, "wpe", x, w["wpe.weight"])
+    rotary = rotary_tables(tape, core.sequence, c.turned, x.dtype) if c.rotary else None
     if core.implementation == "eager":
         model.core = replace(core, mask=causal_mask(tape, core.batch, core.sequence, x.dtype))
     x = dropout(tape, "dropout", x, c.embedding_dropout)
     for i in range(c.layers):
         tape.layer = i
-        x = gpt2_layer(tape, model, f"h{i}", x)
+        x = decoder_layer(tape, model, f"h{i}", x, rotary)
     tape.layer = -1
-    return model.norm(tape, "ln_f", x)
-
-
-def llama_body(tape: Tape, model: Model, ids: Value) -> Value:
-    """Llama and mixtures of experts up to their head: rotary positions, layers, a norm."""
-    c, w, core = model.config, model.weights, model.core
-    x = embedding(tape, "embed", ids, w["embed.weight"])
-    rotary = rotary_tables(tape, core.sequence, core.head, x.dtype)
-    if core.implementation == "eager":
-        model.core = replace(core, mask=causal_mask(tape, core.batch, core.sequence, x.dtype))
-    for i in range(c.layers):
-        tape.layer = i
-        x = llama_layer(tape, model, f"h{i}", x, rotary)
-    tape.layer = -1
-    return model.norm(tape, "norm", x)
+    return model.norm(tape, c.of_family.norms[-1], x)
 
 
 def head_weight(model: Model) -> Value:
     """The matrix of the head: one of its own, or the embedding."""
-    table = "wte.weight" if model.config.family in ("gpt2", "bert") else "embed.weight"
-    return model.weights[table if model.config.tied else "head.weight"]
+    c = model.config
+    return model.weights[f"{c.of_family.table}.weight" if c.tied else "head.weight"]
 
 
 def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
@@ -86,12 +71,9 @@ def bert_pass(tape: Tape, model: Model, loss: str) -> Value:
     return add(tape, "loss.add", tokens, sentence)
 
 
-PASSES: dict[str, Callable[[Tape, Model, str], Value]] = {
-    "gpt2": partial(decoder_pass, gpt2_body),
-    "bert": bert_pass,
-    "llama": partial(decoder_pass, llama_body),
-    "mixtral": partial(decoder_pass, llama_body),
-}
+def loss_of(tape: Tape, model: Model, loss: str) -> Value:
+    """The loss of a model, whose head computes it in one of the ways in `workloads.losses`."""
+    return (decoder_pass if model.config.of_family.causal else bert_pass)(tape, model, loss)
 
 
 def _inputs(tape: Tape, core: Core) -> tuple[Value, Value]:

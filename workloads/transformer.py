@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -17,13 +16,14 @@ from workloads.adapters import FROZEN_DTYPES, Tuning, tuning_of
 from workloads.attention import Core
 from workloads.backward import backward
 from workloads.experts import routing
+from workloads.families import Config
 from workloads.layers import Model
 from workloads.losses import LOSSES
-from workloads.models import Config, HasDict, read_config
+from workloads.models import HasDict, read_config
 from workloads.optimizers import OPTIMIZERS, update
 from workloads.other_models import NotBuiltIn
 from workloads.parameters import make_parameters
-from workloads.passes import PASSES
+from workloads.passes import loss_of
 from workloads.precision import PRECISIONS, Precision
 from workloads.sizes import at_sizes, named
 from workloads.stacks import STACKS, as_workload
@@ -68,7 +68,8 @@ def transformer(
     With `generate` it is inference, see `workloads.inference`.
 
     config: name of a model (`model_names()`), path of a Hugging Face `config.json`, a dict with its keys, or a
-        configuration object of `transformers` (anything with `to_dict()`).
+        configuration object of `transformers` (anything with `to_dict()`). With `model_type: "megatron"` the keys are
+        arguments of Megatron-LM (`workloads.megatron`).
     batch: samples per iteration.
     sequence: tokens per sample.
     precision: fp32, bf16, fp16 (everything in that type, the optimizer's state included), tf32 (as fp32, but products
@@ -115,7 +116,7 @@ def transformer(
     micro_batches = _count("micro_batches", micro_batches)
     if batch % micro_batches:
         raise WorkloadError(f"micro_batches: {micro_batches} does not divide batch {batch}")
-    if c.family in ("gpt2", "bert") and sequence > c.positions:
+    if c.learned and sequence > c.positions:
         raise WorkloadError(f"sequence: {sequence} is longer than the {c.positions} positions of {c.name!r}")
     if c.window and sequence > c.window and (attention != "flash" or generate is not None):
         raise NotBuiltIn(
@@ -126,7 +127,7 @@ def transformer(
         raise WorkloadError(f"routing_skew: needs a number of at least 0, has {routing_skew!r}")
     if dropout is not None:
         dropout = _probability("dropout", dropout)
-        c = replace(c, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout)
+        c = c.dropping(dropout)
     if generate is not None:
         trained = {"frozen": frozen, "lora_rank": lora_rank, "lora_targets": lora_targets, "lora_dropout": lora_dropout}
         for argument, value in trained.items():
@@ -220,14 +221,14 @@ def _build(
             kv_heads=c.kv_heads,
             head=c.head,
             dropout=c.attention_dropout,
-            softmax_fp32=c.family in ("llama", "mixtral"),
+            softmax_fp32=c.of_family.softmax_fp32,
             mask=None,
-            causal=c.family != "bert",
+            causal=c.of_family.causal,
             window=c.window,
         )
         load = routing(c, samples * sequence, seed=route[0] + i, skew=route[1]) if c.experts else {}
         loads.append(load)
-        result = PASSES[c.family](tape, Model(c, weights, core, load, tuning), loss)
+        result = loss_of(tape, Model(c, weights, core, load, tuning), loss)
         if not tape.needs_gradient(result):
             raise WorkloadError("frozen: the loss depends on no trained weight: nothing is left to train")
         tape.leave_autocast()

@@ -49,11 +49,11 @@ class Bench(cell.Bench):
         return super()._simulated(task, trace, limited, policy)
 
     def _unlimited(
-        self, policy: Policy, traces: Sequence[Trace], platform: Platform, kept: EventLog
+        self, policy: Policy, traces: Sequence[Trace], platform: Platform, kept: EventLog, result: Result
     ) -> tuple[int, str]:
         if isinstance(policy, Composition):
             return kept.end, "keep_all"
-        return super()._unlimited(policy, traces, platform, kept)
+        return super()._unlimited(policy, traces, platform, kept, result)
 
 
 def pace_of(trace: Trace, limited: Platform, policy: Policy, seed: int = 0) -> Result:

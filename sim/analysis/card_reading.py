@@ -3,7 +3,8 @@
 Beside them lie the context of the device, the workspaces of cuBLAS, one per thread that computes products, and the
 buffers of NCCL. A communicator of p ranks has, per channel, a ring with one neighbour to receive from and one to send
 to, and a tree, which inside a node is a chain, with min(2, p - 1) neighbours, each to receive from and to send to; what
-stages send goes over connections of its own. The bytes are in `card_reading.toml`, each with its source.
+stages send goes over connections of its own. The bytes are in `card_reading.toml`, each with its source. What an older
+PyTorch holds for collectives that the CPU does not know to have ended counts, too (`sim.analysis.recorded_streams`).
 
 Left out: blocks that the allocator loses to fragmentation where a profile has another one than `caching`,
 communicators that no op of the trace uses (of barriers and norms of all gradients), NVLink SHARP, plans of cuDNN, and
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from sim.analysis.peak_memory import peak_memory
+from sim.analysis.recorded_streams import recorded_exchanges, reserved_with_streams
 from sim.log import EventLog
 from sim.trace.op import KIND_CODE, PHASE_CODE
 from sim.units import parse_bytes
 
+CURRENT = "2.13"
 SEND, RECV = KIND_CODE["send"], KIND_CODE["recv"]
 
 
@@ -49,12 +52,17 @@ class CardReading:
         return self.tensors + self.context + self.workspaces + (self.communicators or 0)
 
 
-def card_reading(log: EventLog) -> tuple[CardReading, ...]:
-    """What would be read of the card, one entry per device of the trace; () for a machine without figures for that."""
+def card_reading(log: EventLog, pytorch: str = CURRENT) -> tuple[CardReading, ...]:
+    """What would be read of the card, one entry per device of the trace; () for a machine without figures for that.
+
+    pytorch: the version that ran, such as "2.3"; by default one that holds no blocks for collectives.
+
+    Raises TiersimError where that names no version.
+    """
     card = _cards().get(log.platform.name.partition(" ")[0])
     if card is None:
         return ()
-    return tuple(_of_device(log, device, card) for device in range(log.trace.devices))
+    return tuple(_of_device(log, device, card, pytorch) for device in range(log.trace.devices))
 
 
 @cache
@@ -68,8 +76,7 @@ def _cards() -> Mapping[str, Mapping[str, Any]]:
     return {name: card for card in _figures()["cards"] for name in card["profiles"]}
 
 
-def _of_device(log: EventLog, device: int, card: Mapping[str, Any]) -> CardReading:
-    peak = peak_memory(log, log.platform.home(device).name)
+def _of_device(log: EventLog, device: int, card: Mapping[str, Any], pytorch: str) -> CardReading:
     c = log.trace.op_columns
     own = c.device == device
     products = own & (c.kind == KIND_CODE["matmul"])
@@ -80,11 +87,19 @@ def _of_device(log: EventLog, device: int, card: Mapping[str, Any]) -> CardReadi
         buffers = _buffers(ranks, neighbours, card["channels"]) if "channels" in card else None
     return CardReading(
         device=device,
-        tensors=peak.bytes if peak.reserved_bytes is None else peak.reserved_bytes,
+        tensors=_of_tensors(log, device, pytorch),
         context=parse_bytes(_figures()["context"]["bytes"]),
         workspaces=threads * parse_bytes(card["workspace"]),
         communicators=buffers,
     )
+
+
+def _of_tensors(log: EventLog, device: int, pytorch: str) -> int:
+    """The most that the allocator reserved; the peak of what is resident where it keeps no reserve."""
+    peak = peak_memory(log, log.platform.home(device).name)
+    recorded = recorded_exchanges(log, device, pytorch)
+    held = reserved_with_streams(log, device, recorded, int(_figures()["queue"]["launches"])) if recorded else None
+    return next(bytes for bytes in (held, peak.reserved_bytes, peak.bytes) if bytes is not None)
 
 
 def _communicators(log: EventLog, device: int) -> Iterator[int]:

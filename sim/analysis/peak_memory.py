@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PART = 1 << 16
+"""How many numbers of a long log are Python's at once."""
 MOVED_IN, CALLED_OFF = CAUSE["moved in"], CAUSE["called off"]
 CATEGORIES = (*ROLES, "workspace")
 """What the bytes in a tier are for: the roles of tensors, and workspace."""
@@ -136,7 +139,8 @@ def _mean(log: EventLog, tier: str | None) -> int:
         return 0
     lasting = np.diff(time, append=log.end)
     # bytes times ns exceed 2^63; the result of fsum does not depend on the order
-    return int(math.fsum((used.astype(float) * lasting).tolist()) / log.end)
+    parts = (used[i : i + PART].astype(float) * lasting[i : i + PART] for i in range(0, len(used), PART))
+    return int(math.fsum(chain.from_iterable(part.tolist() for part in parts)) / log.end)
 
 
 def fullest_home(log: EventLog) -> Tier:

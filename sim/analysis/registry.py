@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Analysis = Callable[["EventLog"], Any]
 
-PARTS = ("figure", "figures", "lanes", "registry", "stand_in", "summary")
+PARTS = ("figure", "figures", "lanes", "recorded_streams", "registry", "stand_in", "summary")
 """Files of this folder that hold no analysis: parts of analyses, and this registry."""
 
 

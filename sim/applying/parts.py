@@ -17,10 +17,13 @@ LISTS = {
     "gpt2": "transformer.h.*",
     "llama": "model.layers.*",
     "mixtral": "model.layers.*",
+    "nemotron": "model.layers.*",
+    "megatron": "decoder.layers.*",
+    "gpt": "gpt.decoder.layers.*",
     "bert": "bert.encoder.layer.*",
 }
 """Where the layers of a transformer by name are in Hugging Face's model of its family (`…ForCausalLM`, `LMHeadModel`,
-`BertForPreTraining`)."""
+`BertForPreTraining`), in Megatron-LM's `GPTModel`, and in PaddleNLP's `GPTForCausalLM`."""
 
 ATTENTION = re.compile(r"_scaled_dot_product_")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

@@ -124,6 +124,27 @@ LAYOUT = (
         None,
     ),
     Option(
+        "keep_gathered",
+        Annotated[
+            bool | None,
+            typer.Option(
+                "--keep-gathered",
+                help="with --sequence-parallel: keep gathered inputs for backward, as DTensor; else gather them again",
+            ),
+        ],
+        None,
+    ),
+    Option(
+        "sum_each",
+        Annotated[
+            bool | None,
+            typer.Option(
+                "--sum-each", help="with --tp: each linear layer copies its input and sums for itself, as Paddle"
+            ),
+        ],
+        None,
+    ),
+    Option(
         "by_tokens",
         Annotated[
             str | None,

@@ -30,12 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.engine.columns import FREE_READ, FREE_WRITTEN, TraceColumns
+from sim.engine.columns import FREE_READ, FREE_WRITTEN, Ids, TraceColumns
 from sim.engine.event_path.record import COUNTERS
 from sim.engine.prepare import Prepared
 from sim.engine.resolve import ActionColumns, Resolved
@@ -55,7 +55,8 @@ PLACED, MADE, FREED, DROPPED, WORKSPACE, OVERWRITTEN = (
 STALLED, LAUNCH = WHY["stall"], STALL["launch"]
 Mask = NDArray[np.bool_]
 Pairs = tuple[Ints, Ints]
-Part = tuple[Ints, Ints | int, Ints, Ints | int]
+Numbers = Ints | Ids
+Part = tuple[Ints, Numbers | int, Numbers, Numbers | int]
 """Rows of one sort: key, tensor, amount (see `Outline`), cause."""
 
 
@@ -154,8 +155,8 @@ def _rows(plan: Plan, prepared: Prepared, actions: ActionColumns, keep: Keep | N
     if not outline.is_legal:
         return None
     if keep is not None:
-        outline = outline._replace(intervals=outline.intervals.copy(), changes=outline.changes.copy())
-    changes, intervals = _changes(prepared.trace, outline, start, end), _intervals(outline.intervals, start, end)
+        outline = outline._replace(changes=outline.changes.copy())
+    changes, intervals = _changes(prepared.trace, outline, start, end), _intervals(prepared, steps, start, end)
     for array in (changes, intervals):
         array.setflags(write=False)
     peak = int(np.cumsum(changes[:, CHANGE_COLUMNS.index("delta")]).max(initial=0))
@@ -172,9 +173,12 @@ def _busy(prepared: Prepared, steps: Steps, ns: Ints) -> Ints:
     return ns if prepared.dispatch is None else ns + np.append(prepared.dispatch.each, 0)[steps.op]
 
 
-def _intervals(rows: Ints, start: Ints, end: Ints) -> Ints:
-    """Rows with the times of their steps, and before each a row for a wait until it is dispatched."""
-    rows[:, INTERVAL_COLUMNS.index("start")], rows[:, INTERVAL_COLUMNS.index("end")] = start[1:], end[1:]
+def _intervals(prepared: Prepared, steps: Steps, start: Ints, end: Ints) -> Ints:
+    """A row for each step but the start, and before it one for a wait until it is dispatched."""
+    rows = np.zeros((len(steps.op) - 1, len(INTERVAL_COLUMNS)), np.int64)
+    columns = ("start", start[1:]), ("end", end[1:]), ("why", steps.why[1:]), ("op", steps.op[1:])
+    for name, column in (*columns, ("lane", prepared.main[0]), ("tensor", -1)):
+        rows[:, INTERVAL_COLUMNS.index(name)] = column
     late = np.flatnonzero(start[1:] > end[:-1])
     if not len(late):
         return rows
@@ -264,7 +268,7 @@ class Kind(NamedTuple):
     """Events of one kind: of each its key (step and phase), the tensor, and whether that was resident just before."""
 
     key: Ints
-    tensor: Ints
+    tensor: Ids
     resident: Mask
 
 
@@ -306,14 +310,15 @@ def _events(columns: TraceColumns, steps: Steps, actions: ActionColumns, lazy: M
         (np.where(actions.after, drop_after, drop_before), actions.dropped),
         _frees(columns, steps, actions, last := _last_uses(columns, steps, actions), lazy),
     )
-    key, tensor = (np.concatenate(column) for column in zip(*kinds, strict=True))
+    key = np.concatenate([kind[0] for kind in kinds])
+    tensor = np.concatenate([kind[1] for kind in kinds], dtype=np.int32, casting="same_kind")
     ends = np.cumsum([0, *(len(kind[0]) for kind in kinds)]).tolist()
     loose = np.zeros(len(columns.replaces), np.bool_)
     for some in (old[in_place], actions.dropped, rewritten):
         loose[some] = True
     resident = np.arange(len(key)) >= ends[4]  # but for loose ones: never when they arrive, always when they are freed
     which = np.flatnonzero(loose[tensor])
-    moments = tensor[which] * (len(steps.op) * PHASES) + key[which]
+    moments = tensor[which].astype(np.int64) * (len(steps.op) * PHASES) + key[which]
     order = np.argsort(moments, kind="stable")  # of drops of one tensor at one place the first counts
     which = which[order]
     whose, arrived = tensor[which], which < ends[2]
@@ -332,7 +337,9 @@ def _last_uses(columns: TraceColumns, steps: Steps, actions: ActionColumns) -> I
     return last
 
 
-def _frees(columns: TraceColumns, steps: Steps, actions: ActionColumns, last: Ints, lazy: Mask | None) -> Pairs:
+def _frees(
+    columns: TraceColumns, steps: Steps, actions: ActionColumns, last: Ints, lazy: Mask | None
+) -> tuple[Ints, Ids]:
     """(key, tensor) of what a step touches when nothing uses it any more; it may not be resident."""
     step, freed, may_free = steps.own[columns.free_op], columns.freed, columns.may_free
     key = step * PHASES + columns.free_phase
@@ -391,7 +398,6 @@ class Outline(NamedTuple):
     """The rows of a run without what depends on sizes and times: all that runs of one structure have in common.
 
     steps: what runs.
-    intervals: a row per step but the start, without times.
     changes: the rows without times and bytes; none if it is not legal.
     moment: per change where its time is among those at which steps are reached, then start, then end.
     amount: per change where its bytes are among tensors, then workspaces of ops, then both with the other sign.
@@ -400,10 +406,9 @@ class Outline(NamedTuple):
     """
 
     steps: Steps
-    intervals: Ints
     changes: Ints
     moment: Ints
-    amount: Ints
+    amount: NDArray[np.int32]
     ignored: int
     is_legal: bool = True
 
@@ -413,53 +418,56 @@ Keep = Callable[[tuple[int, int, bytes], Callable[[], Outline]], Outline]
 
 
 def _outline(plan: Plan, prepared: Prepared, actions: ActionColumns) -> Outline:
-    steps = _steps(prepared, actions)
-    intervals = np.zeros((len(steps.op) - 1, len(INTERVAL_COLUMNS)), np.int64)
-    columns = ("why", steps.why[1:]), ("op", steps.op[1:]), ("lane", prepared.main[0]), ("tensor", -1)
-    for name, column in columns:
-        intervals[:, INTERVAL_COLUMNS.index(name)] = column
-    none = np.zeros(0, np.int64)
+    steps, none = _steps(prepared, actions), np.zeros(0, np.int64)
     events = _events(prepared.columns, steps, actions, _lazy(plan, len(prepared.columns.replaces)))
     if not _is_legal(prepared, steps, actions, events):
-        return Outline(steps, intervals, none, none, none, 0, is_legal=False)
-    ignored = len(actions.dropped) - int(events.dropped.resident.sum())
-    return Outline(steps, intervals, *_without_sizes(prepared, steps, events), ignored)
+        return Outline(steps, none, none, none.astype(np.int32), 0, is_legal=False)
+    ignored, parts = len(actions.dropped) - int(events.dropped.resident.sum()), _parts(prepared, steps, events)
+    del events  # of a large trace they are large, as are parts
+    return Outline(steps, *_without_sizes(prepared, steps, parts), ignored)
 
 
 def _changes(trace: Trace, outline: Outline, start: Ints, end: Ints) -> Ints:
     """The changes with their times and bytes, in the place of those of an outline. start, end: per step, in ns."""
-    rows = outline.changes
-    size = np.concatenate((trace.tensor_columns.bytes, trace.op_columns.workspace))
+    rows, delta = outline.changes, CHANGE_COLUMNS.index("delta")
     reached = np.append(0, end[:-1])  # where a step has to be dispatched first, its start is later
     rows[:, CHANGE_COLUMNS.index("time")] = np.concatenate((reached, start, end))[outline.moment]
-    rows[:, CHANGE_COLUMNS.index("delta")] = np.concatenate((size, -size))[outline.amount]
+    size = np.concatenate((trace.tensor_columns.bytes, trace.op_columns.workspace))
+    rows[:, delta] = np.concatenate((size, -size))[outline.amount]
     return rows
 
 
-def _without_sizes(prepared: Prepared, steps: Steps, events: Events) -> tuple[Ints, Ints, Ints]:
-    """The changes of an outline, the moment of each, and its amount."""
-    parts = [_filled(part) for part in _parts(prepared, steps, events)]
-    key, tensor, amount, cause = (np.concatenate(column) for column in zip(*parts, strict=True))
-    del parts  # of a large trace they are large
+def _without_sizes(prepared: Prepared, steps: Steps, parts: list[Part]) -> tuple[Ints, Ints, NDArray[np.int32]]:
+    """The changes of an outline, the moment of each, and its amount. parts: taken to pieces as they are used."""
+    keys, tensors, amounts, causes = map(list, zip(*parts, strict=True))
+    counts = [len(key) for key in keys]
+    parts.clear()
+    key = np.concatenate(keys)
+    keys.clear()
     order = np.argsort(key, kind="stable")
     key = key[order]
-    step, phase = key >> BITS, key & (PHASES - 1)
     rows = np.empty((len(key), len(CHANGE_COLUMNS)), np.int64)
     rows[:, 0] = rows[:, 2] = 0
     rows[:, 1] = prepared.home[prepared.main[0]]
-    rows[:, 4] = np.where(phase == DROP, steps.anchor[step], steps.op[step])
-    for i, column in ((3, tensor), (5, cause)):
-        rows[:, i] = column[order]
-    moment = step + len(steps.op) * np.where(phase == DROP, 0, np.where(phase == TAKE, 1, 2))
-    return rows, moment, amount[order]
+    rows[:, 3] = _filled(tensors, counts)[order]
+    rows[:, 5] = _filled(causes, counts)[order]
+    amount = _filled(amounts, counts)[order]
+    del order
+    step = key >> BITS
+    key &= PHASES - 1
+    rows[:, 4] = np.where(key == DROP, steps.anchor[step], steps.op[step])
+    step += len(steps.op) * np.where(key == DROP, 0, np.where(key == TAKE, 1, 2))
+    return rows, step, amount
 
 
-def _filled(part: Part) -> tuple[Ints, ...]:
-    """A part with a column for each constant."""
-    return tuple(np.full(len(part[0]), column) if isinstance(column, int) else column for column in part)
+def _filled(column: list[Any], counts: list[int]) -> NDArray[np.int32]:
+    """A column of all parts, with as many numbers for each constant as its part has rows; the parts are given up."""
+    whole = [np.full(count, part) if isinstance(part, int) else part for part, count in zip(column, counts)]
+    column.clear()
+    return np.concatenate(whole, dtype=np.int32, casting="same_kind")
 
 
-def _parts(prepared: Prepared, steps: Steps, events: Events) -> tuple[Part, ...]:
+def _parts(prepared: Prepared, steps: Steps, events: Events) -> list[Part]:
     """The rows of `changes` by sort; those of one key come in the order of these parts, and within a part."""
     placed, written, old, dropped, freed, dead, *_ = events
     tensors, workspace = len(prepared.columns.replaces), prepared.trace.op_columns.workspace
@@ -469,7 +477,7 @@ def _parts(prepared: Prepared, steps: Steps, events: Events) -> tuple[Part, ...]
     take, taken, again = written.key[takes] - ARRIVE, written.tensor[takes], written.resident[takes]
     busy = np.flatnonzero(np.append(workspace, 0)[steps.op])
     used = tensors + steps.op[busy]
-    return (
+    return [
         (placed.key, placed.tensor, placed.tensor, PLACED),
         _left(dropped, out, np.where(dead[dropped.resident], FREED, DROPPED)),
         (take + TAKE, np.where(again, -1, taken), taken, np.where(again, WORKSPACE, MADE)),
@@ -478,16 +486,16 @@ def _parts(prepared: Prepared, steps: Steps, events: Events) -> tuple[Part, ...]
         (busy * PHASES + GIVE, -1, out + used, WORKSPACE),
         _handed_over(events, out),
         _left(freed, out, FREED),
-    )
+    ]
 
 
-def _left(kind: Kind, out: int, cause: Ints | int) -> Part:
+def _left(kind: Kind, out: int, cause: Numbers | int) -> Part:
     """Rows of what is dropped or freed, where it is resident."""
     tensor = kind.tensor[kind.resident]
     return kind.key[kind.resident], tensor, out + tensor, cause
 
 
-def _handed_over(events: Events, out: int) -> tuple[Ints, Ints, Ints, Ints]:
+def _handed_over(events: Events, out: int) -> Part:
     """Rows of storage that an op overwrites: the old value out, the new one in, unless that is resident already."""
     over = np.flatnonzero(events.overwritten.resident)
     if not len(over):

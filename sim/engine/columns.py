@@ -12,6 +12,9 @@ from sim.trace.columns import distinct, slots_of
 from sim.trace.graph import Trace
 from sim.trace.liveness import freeable
 
+Ids = NDArray[np.int32]
+"""Ops or tensors: of a large trace these columns take much memory."""
+
 FREE_READ, FREE_WRITTEN, FREE_RELEASED = 5, 6, 7
 """Phases in which a step frees what nothing uses any more: what its op reads, what it writes, what is released."""
 
@@ -22,14 +25,14 @@ class Operands(NamedTuple):
     start: per op its first entry, and their number.
     """
 
-    op: Ints
-    tensor: Ints
+    op: Ids
+    tensor: Ids
     start: Ints
 
-    def of(self, ops: Ints, steps: Ints) -> tuple[Ints, Ints]:
+    def of(self, ops: Ints, steps: Ints) -> tuple[Ints, Ids]:
         """The operands of some runs, given by op and step: (step, tensor) of each entry."""
         if not len(ops):
-            return steps, ops
+            return steps, self.tensor[:0]
         return np.repeat(steps, np.diff(self.start)[ops]), self.tensor[slots_of(self.start, ops)]
 
 
@@ -47,13 +50,12 @@ class TraceColumns:
 
     def __init__(self, trace: Trace) -> None:
         c, t = trace.op_columns, trace.tensor_columns
-        self.replaces = t.replaces.astype(np.int64)
-        self.producer, self.may_free = trace.producer.astype(np.int64), freeable(trace)
-        self.placed = np.flatnonzero(trace.producer < 0)
+        self.replaces, self.producer, self.may_free = t.replaces, trace.producer, freeable(trace)
+        self.placed = _ids(np.flatnonzero(trace.producer < 0))
         self.read, self.written = _operands(c.read_start, c.read_ids), _operands(c.write_start, c.write_ids)
         pairs = [(op, tensor) for op in sorted(c.releases) for tensor in c.releases[op]]
-        release_op, released = np.array(pairs, np.int64).reshape(-1, 2).T
-        last_read = np.full(len(t.name), -1, np.int64)
+        release_op, released = np.array(pairs, np.int32).reshape(-1, 2).T
+        last_read = np.full(len(t.name), -1, np.int32)
         last_read[self.read.tensor] = self.read.op  # they are in order, and the last one stays
         self.last_use = last_read.copy()
         np.maximum.at(self.last_use, released, release_op)
@@ -67,13 +69,17 @@ class TraceColumns:
         self.free_op = np.concatenate((self.read.op[reads], self.written.op[writes], release_op[releases]))
         self.freed = np.concatenate((self.read.tensor[reads], self.written.tensor[writes], released[releases]))
         kinds = (FREE_READ, FREE_WRITTEN, FREE_RELEASED)
-        self.free_phase = np.repeat(kinds, [len(reads), len(writes), len(releases)])
+        self.free_phase = np.repeat(np.array(kinds, np.int8), [len(reads), len(writes), len(releases)])
 
 
-def _operands(start: Ints, ids: NDArray[np.int32]) -> Operands:
-    op, tensor = np.repeat(np.arange(len(start) - 1), np.diff(start)), ids.astype(np.int64)
+def _operands(start: Ints, ids: Ids) -> Operands:
+    op, tensor = np.repeat(np.arange(len(start) - 1), np.diff(start)), ids
     pairs = op * (int(tensor.max(initial=0)) + 1) + tensor
     if len(distinct(pairs)) < len(op):  # an op that reads a tensor twice reads it once
         first = np.sort(np.unique(pairs, return_index=True)[1])
         op, tensor = op[first], tensor[first]
-    return Operands(op, tensor, np.searchsorted(op, np.arange(len(start))))
+    return Operands(_ids(op), tensor, np.searchsorted(op, np.arange(len(start))))
+
+
+def _ids(wide: Ints) -> Ids:
+    return wide.astype(np.int32)

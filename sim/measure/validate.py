@@ -264,6 +264,7 @@ def _tracked(
     policies: Sequence[str],
     report: Callable[[str], None],
 ) -> list[Row]:
+    from sim.applying.parts import modules_of
     from sim.measure.tracked import POLICIES as TRACKED
     from sim.measure.tracked import Tracked
 
@@ -276,6 +277,8 @@ def _tracked(
     if trace.meta.get("recomputed"):
         run = [policy for policy in run if policy == "none"]
     sizes = {**fixed, **({"batch": batch} if batch else {})}
+    captured = trace.meta.get("layer_names")
+    layers = [module.path for module in modules_of(trace)] if captured is None else captured
     rows = []
     for policy in policies:
         name, parameters = POLICIES[policy]
@@ -283,7 +286,7 @@ def _tracked(
             rows.append(Row(policy, name, None, None, None, None, RECOMPUTES if policy in TRACKED else ONE_MEMORY))
             continue
         report(f"{policy}: memory of a fake step under PyTorch's tracker")
-        tracker = Tracked(policy, trace.meta["layer_names"])
+        tracker = Tracked(policy, layers)
         step.observed(sizes, tracker)
         notes = [CHECKPOINTED.format(tracker.whose)] if tracker.whose else []
         found, end = None, None
@@ -346,7 +349,7 @@ def _free_bytes(device: str) -> int:
 def _usual_length(model: str | Mapping[str, Any]) -> int:
     """How many tokens a sample has where nobody says: fewer where the model has fewer positions."""
     config = read_config(model)
-    return min(SEQUENCE, config.positions) if config.family == "gpt2" else SEQUENCE
+    return min(SEQUENCE, config.positions) if config.learned else SEQUENCE
 
 
 def config_of(model: str | Mapping[str, Any], sequence: int) -> dict[str, Any]:

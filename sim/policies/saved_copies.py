@@ -146,12 +146,15 @@ def with_copies(trace: Trace, saves: list[Save]) -> tuple[Trace, list[Packed]]:
     ids = new.all_tensors()
     copies: dict[int, dict[int, int]] = {}  # backward op -> tensor -> the saved copy that it reads
     made: list[tuple[int, int, Save]] = []
-    here: dict[int, int] = {}
-    for op in trace.ops:
-        saved = copies.get(op.id, {})
-        here[op.id] = new.op(op, reads=[saved.get(t, ids[t]) for t in op.reads], writes=[ids[t] for t in op.writes])
-        for save in after.get(op.id, ()):
-            copy, at = ids[save.tensor], here[op.id]
+    here: list[int] = []
+    add = new.copier()
+    for op, device in enumerate(trace.op_columns.device.tolist()):
+        saved = copies.get(op, {})
+        here.append(
+            add(op, [saved.get(t, ids[t]) for t in trace.reads(op)], [ids[t] for t in trace.writes(op)], device)
+        )
+        for save in after.get(op, ()):
+            copy, at = ids[save.tensor], here[op]
             if save.used_until < 0:
                 copy, at = _pack(new, trace, save, copy)
             for reader in save.readers:
@@ -160,7 +163,14 @@ def with_copies(trace: Trace, saves: list[Save]) -> tuple[Trace, list[Packed]]:
     carry = [(ids[a], ids[b]) for a, b in trace.carry]
     built = new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
     return built, [
-        Packed(copy, at, tuple(here[op] for op in s.readers), here.get(s.used_until, -1), here[s.ends], s)
+        Packed(
+            copy,
+            at,
+            tuple(here[op] for op in s.readers),
+            -1 if s.used_until < 0 else here[s.used_until],
+            here[s.ends],
+            s,
+        )
         for copy, at, s in made
     ]
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 from sim.plan import Action, Plan, Problem
 from sim.policies.base import Policy
+from sim.rewrites.kept import kept as kept_rewritten
+from sim.rewrites.resized import Resized, resized, sizes_of
 from sim.trace.graph import Trace
 from sim.trace.kept import MOST_COMMON, had_in_common, kept, kept_together
+
+Acts = TypeVar("Acts", bound=Action)
 
 
 class _Decided(NamedTuple):
@@ -69,3 +74,48 @@ def shared(policy: Policy, problem: Problem, make: Callable[[], Plan]) -> Plan:
         return made
 
     return kept(trace, "plans", policy, plan)
+
+
+def alike(trace: Trace, key: Hashable, make: Callable[[], tuple[Acts, ...]]) -> tuple[Acts, ...]:
+    """The actions that `make` makes; made once for all traces of a structure, whatever their sizes.
+
+    key: the policy, and everything else that decides them besides the structure, such as which tensors have no bytes.
+    """
+    if not trace.structure.is_shared:
+        return make()
+
+    def once() -> tuple[Acts, ...]:
+        made = make()
+        had_in_common(trace.structure, made)
+        return made
+
+    return kept(trace.structure, "alike", key, once, MOST_COMMON)
+
+
+def rewriting(trace: Trace, key: Hashable, decide: Collection[int], make: Callable[[], Plan]) -> Plan:
+    """The plan on a rewritten trace that `make` makes; made once for a trace, and for those of its structure that are
+    alike in what decides it.
+
+    key: the policy, and everything of a problem besides its trace that decides the plan.
+    decide: the ops whose sizes, with those of their operands, decide it. The rewrite copies all others.
+    """
+
+    def plan() -> Plan:
+        if not trace.structure.is_shared:
+            return make()
+        alike = "rewritten", (key, sizes_of(trace, decide))
+        known: list[tuple[Plan, Resized]] = kept(trace.structure, *alike, list, MOST_COMMON)
+        if known:
+            first, rewritten = known[0]
+            return replace(first, trace=rewritten.over(trace))
+        made = make()
+        if (again := resized(trace, made.trace, decide)) is not None and made.online is None:
+            had_in_common(again.new.structure, made.actions)
+            known.append((replace(made, trace=again.new), again))
+        return made
+
+    def plan_and_trace() -> tuple[Plan, Trace]:
+        made = plan()
+        return made, made.trace
+
+    return kept_rewritten(trace, key, plan_and_trace)

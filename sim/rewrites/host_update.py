@@ -197,7 +197,11 @@ def with_resident(trace: Trace, reads: Mapping[int, Sequence[int]]) -> Resident:
         fresh_of[end] = fresh
         carry.append((fresh, copy))
         copy_of.update({(op, t): copy for op in reads[t]})
-    for op in trace.ops:
-        made = [fresh_of[t] for t in op.writes if t in fresh_of]
-        new.op(op, reads=[copy_of.get((op.id, t), t) for t in op.reads], writes=[*op.writes, *made])
+    add = new.copier()
+    for op, device in enumerate(trace.op_columns.device.tolist()):
+        read, writes = [copy_of.get((op, t), t) for t in trace.reads(op)], trace.writes(op)
+        if made := [fresh_of[t] for t in writes if t in fresh_of]:
+            new.op(trace.ops[op], reads=read, writes=[*writes, *made])
+        else:
+            add(op, read, writes, device)
     return Resident(new.build(outputs=[*trace.outputs, *fresh_of.values()], carry=carry), copies)

@@ -121,12 +121,14 @@ def _unread(trace: Trace, rule: str, unread: dict[int, set[int]], moved: dict[in
         new.all_tensors()
         for tensor, old in moved.items():
             new.builder.take_over(tensor, old)
-        for op in trace.ops:
-            if op.id in unread:
-                reads = [x for x in op.reads if x not in unread[op.id]]
-                new.op(op, reads=reads, writes=op.writes, bytes=int(trace.touched[op.id]))
+        copy = new.copier()
+        for op, device in enumerate(trace.op_columns.device.tolist()):
+            reads, writes = trace.reads(op), trace.writes(op)
+            if op in unread:
+                reads = tuple(x for x in reads if x not in unread[op])
+                new.op(trace.ops[op], reads=reads, writes=writes, bytes=int(trace.touched[op]))
             else:
-                new.op(op, reads=op.reads, writes=op.writes)
+                copy(op, reads, writes, device)
         built = new.build(outputs=trace.outputs, carry=trace.carry)
         return built, built
 

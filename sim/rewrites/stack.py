@@ -22,6 +22,7 @@ FORWARD, BACKWARD, UPDATE = (PHASE_CODE[phase] for phase in ("forward", "backwar
 ROW_WISE = tuple(KIND_CODE[kind] for kind in ("norm", "softmax", "loss"))
 REDUCE = KIND_CODE["reduce"]
 OPTIMIZER = KIND_CODE["optimizer"]
+WEIGHT = ROLE_CODE["weight"]
 STREAMED_CODES = frozenset(KIND_CODE[kind] for kind in STREAMED)
 WIDTHS = {"fp64": 8, "int64": 8, "fp32": 4, "int32": 4, "bf16": 2, "fp16": 2}
 UPDATED = tuple(ROLE_CODE[role] for role in ("weight", "optimizer_state"))
@@ -83,6 +84,8 @@ def stream_groups(trace: Trace, columns: bool = True) -> list[list[int]]:
 class _Groups:
     """Joins each streamed op with the producers of what it reads, where they are as far from the start.
 
+    of_weights: ops that read weights alone: the sum of 1 and a norm's weight, a copy in another type. Their results are
+        the same for all samples, so they do not join a kernel that may run for some of these.
     depth: how many ops that are not streamed lie, at most, on a way from the start to an op. Between two streamed ops
     of one depth there is none.
     microbatch: of an op, as its name says; each runs the kernels of its own, and adds its gradients when it has them.
@@ -102,6 +105,7 @@ class _Groups:
         )
         self.role = trace.tensor_columns.role.tolist()
         self.root = list(range(len(c.name)))
+        self.of_weights: set[int] = set()
         self.rows: dict[int, bool] = {}  # by root: whether a reduction of rows is in it
         self.sums: dict[int, bool] = {}
         self.space: dict[int, int] = {}
@@ -118,7 +122,10 @@ class _Groups:
         for op in range(len(self.root)):
             if not self.streamed(op):
                 continue
-            makers = {self.producer[t] for t in self.trace.reads(op)} - {-1}
+            reads = self.trace.reads(op)
+            makers = {self.producer[t] for t in reads} - {-1}
+            if reads and all(self.role[t] == WEIGHT or self.producer[t] in self.of_weights for t in reads):
+                self.of_weights.add(op)
             sums = self.kind[op] == REDUCE and self.is_sum_over_rows(op)
             self.rows[op] = self.kind[op] in ROW_WISE or (self.kind[op] == REDUCE and not sums)
             self.sums[op] = sums
@@ -154,7 +161,7 @@ class _Groups:
     def joins(self, a: int, b: int) -> bool:
         c = self.trace.op_columns
         place = [(self.phase[op], self.layer[op], self.device[op], c.engine.get(op, "")) for op in (a, b)]
-        if place[0] != place[1]:
+        if place[0] != place[1] or (a in self.of_weights) != (b in self.of_weights):
             return False
         a, b = self.find(a), self.find(b)
         if (self.rows[a] or self.rows[b]) and (self.sums[a] or self.sums[b]):

@@ -59,8 +59,9 @@ def _rewritten(trace: Trace, parts: dict[int, tuple[int, int]], updates: set[int
         name = f"{trace.tensors[weight].name}.part"
         part_of[weight] = new.tensor(like, stands_for, name=name, replaces=None)
         new.builder.take_over(first, part_of[weight])
-    for op in trace.ops:
-        own = part_of if op.id in updates else {}
-        new.op(op, reads=[own.get(t, t) for t in op.reads], writes=op.writes)
+    copy = new.copier()
+    for op, device in enumerate(trace.op_columns.device.tolist()):
+        own = part_of if op in updates else {}
+        copy(op, [own.get(t, t) for t in trace.reads(op)], trace.writes(op), device)
     lasts = {last: part_of[weight] for weight, (_, last) in parts.items()}
     return new.build(outputs=[*trace.outputs, *lasts], carry=[*trace.carry, *lasts.items()])

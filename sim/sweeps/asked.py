@@ -14,7 +14,11 @@ from sim.hardware.platform import Platform, Tier
 from sim.plan import Problem
 
 MACHINE, BUDGET, SEED = "machine", "budget", "seed"
-_NOTED = {"platform": MACHINE, "cost": MACHINE, "home": MACHINE, "evaluate": BUDGET, "budget": BUDGET, "seed": SEED}
+_NOTED = {
+    **dict.fromkeys(("platform", "cost", "home", "least_ns"), MACHINE),
+    **dict.fromkeys(("evaluate", "budget"), BUDGET),
+    "seed": SEED,
+}
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,12 @@ from sim.errors import (
     WorkloadError,
     refusal_kind,
 )
-from sim.experiment import Result, reference_for, reference_run, simulate
+from sim.experiment import Result, as_in_ample_memory, reference_for, reference_run, simulate
 from sim.hardware.platform import Platform
 from sim.least_time import LowerBound, lower_bound
 from sim.limits import CELL_SECONDS, TooLong, limited
 from sim.log import EventLog
+from sim.plan import Run
 from sim.policies import load
 from sim.policies.base import Policy
 from sim.regular_files import file_sum
@@ -166,7 +167,7 @@ class Bench:
             if len(traces) > 1:
                 kept = self._references.get(key, lambda: reference_run(traces, platform), lambda made: _ops(trace))
             freedoms = (*key, task["sums"]["policy"])
-            end, name = self._freedoms.get(freedoms, lambda: self._unlimited(policy, traces, platform, kept))
+            end, name = self._freedoms.get(freedoms, lambda: self._unlimited(policy, traces, platform, kept, result))
             reference = Reference(kept, end, name)
         if task.get("folder"):
             write_cell(replace(result, name=task["policy"], policy=policy), reference, Path(task["folder"]))
@@ -187,10 +188,11 @@ class Bench:
         return simulate(trace, limited, policy, seed=task["seed"], iterations=task["iterations"], recompute_limit=limit)
 
     def _unlimited(
-        self, policy: Policy, traces: Sequence[Trace], platform: Platform, kept: EventLog
+        self, policy: Policy, traces: Sequence[Trace], platform: Platform, kept: EventLog, result: Result
     ) -> tuple[int, str]:
         """Time and name of the fastest run with unlimited memory and the policy's freedoms, after these iterations."""
-        reference = reference_for(policy, traces, platform, kept)
+        ran = as_in_ample_memory(Run(traces[-1], result.plan, result.log))
+        reference = reference_for(policy, traces, platform, kept, ran)
         return reference.makespan_ns, reference.name
 
 

@@ -505,8 +505,9 @@ class _Reader:
                 raise self.error(f"tensor {self._name(tensor)!r}: replaces: {problem}") from None
         self.content.line = 1
         try:
-            outputs, carry = self._ends()
-            return self.content.builder.build(outputs=outputs, carry=carry, origin=self._origin())
+            (outputs, carry), origin = self._ends(), self._origin()
+            builder, self.content = self.content.builder, Content(line=1)  # what is known by name takes much memory
+            return builder.build(outputs=outputs, carry=carry, origin=origin)
         except TraceError as problem:
             raise self.error(str(problem)) from None
 

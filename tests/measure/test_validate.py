@@ -110,6 +110,10 @@ def step({parameters}):
     loss.item()
 """
 TRACKED = ("none", "checkpoint", "selective checkpoint")
+MEGATRON = {
+    "model_type": "megatron", "num_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
+    "max_position_embeddings": 128, "vocab_size": 128,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -190,6 +194,18 @@ def test_a_config_of_another_family_is_tracked_under_its_librarys_checkpoints():
 
 
 @needs_torch
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_a_family_that_is_built_in_is_compared_with_the_librarys_step():
+    """Its trace names no modules of the library's; where the layers are in them the family says."""
+    config = {
+        "model_type": "nemotron", "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 3, "vocab_size": 900, "max_position_embeddings": 64,
+    }  # fmt: skip
+    for row in validate(config, sequence=32, batch=4, policies=TRACKED):
+        assert row.simulated_phases == pytest.approx(row.measured_phases, rel=5e-4), row.policy
+
+
+@needs_torch
 def test_a_ledger_counts_each_storage_once_and_until_it_goes():
     import torch
 
@@ -223,6 +239,7 @@ def test_a_ledger_counts_each_storage_once_and_until_it_goes():
         ({"attention": "flash"}, "flash"),
         ({"device": "tpu"}, "tpu"),
         ({"repeats": 0}, "repeats"),
+        ({"model": MEGATRON}, "'megatron' is built in, and transformers has no such models"),
     ],
 )
 def test_what_cannot_be_validated_is_refused(arguments, words):

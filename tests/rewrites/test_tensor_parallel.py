@@ -29,6 +29,8 @@ LAYOUTS = [
     {"tp": 2},
     {"tp": 4, "sequence_parallel": True},
     {"tp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "micro_batches": 2},
+    {"tp": 2, "pp": 2, "sequence_parallel": True, "keep_gathered": True, "micro_batches": 2},
+    {"tp": 2, "dp": 2, "zero": 1, "sum_each": True},
     {"tp": 2, "dp": 2, "pp": 2, "zero": 3, "schedule": "zb_h1", "micro_batches": 2},
 ]
 
@@ -73,6 +75,8 @@ def test_one_rank_stands_for_all(layout: dict) -> None:
     st.fixed_dictionaries(
         {
             "sequence_parallel": st.booleans(),
+            "keep_gathered": st.booleans(),
+            "sum_each": st.booleans(),
             "dp": st.sampled_from((1, 2)),
             "pp": st.sampled_from((1, 2)),
             "zero": st.integers(0, 3),
@@ -86,8 +90,10 @@ def test_any_transformer_in_any_layout_computes_the_same(
 ) -> None:
     config = {**FAMILIES[family], "model_type": family}
     base = transformer(config, batch=4, sequence=16, precision=precision, loss=loss, attention=attention)
+    layout["keep_gathered"] &= layout["sequence_parallel"]
+    layout["sum_each"] &= not layout["sequence_parallel"]
     trace, _ = lay_out(base, "a100_80_sxm", {"tp": 2, **layout})
-    assert not departures(trace, base)
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
     assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
 
 
@@ -126,6 +132,30 @@ def test_saved_bytes_of_a_layer(ranks: int, by_tokens: bool) -> None:
     trace = divide_layers(base, ranks, by_tokens)
     expected = s * b * h * (34 if by_tokens else 10 * ranks + 24) // ranks + 5 * a * s * s * b // ranks
     assert of_a_layer(trace, 1) == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_kept_inputs_are_saved_whole_and_gathered_once(ranks: int) -> None:
+    """4 s b h (1 - 1 / t) more for the inputs of attention and MLP; backward gathers gradients alone."""
+    s, b, h = 64, 3, 32
+    base = transformer({**GPT, "n_layer": 3}, batch=b, sequence=s, precision="bf16", attention="eager")
+    again, kept = divide_layers(base, ranks, True), divide_layers(base, ranks, True, keep_gathered=True)
+    assert of_a_layer(kept, 1) - of_a_layer(again, 1) == 4 * s * b * h * (ranks - 1) // ranks
+    assert [phase for phase, _, _ in traffic(kept, 1)] == ["forward"] * 4 + ["backward"] * 4
+    inputs = [t for t in kept.tensors if ".for." in t.name and t.role == "activation" and t.saved_for]
+    assert len(inputs) == 2 * 3 + 1  # and of the head
+    assert {t.bytes for t in inputs} == {2 * s * b * h}
+
+
+@pytest.mark.parametrize(("family", "inputs", "linears"), [("llama", 2, 5), ("gpt2", 2, 2), ("bert", 2, 4)])
+def test_layers_that_sum_each_for_itself(family: str, inputs: int, linears: int) -> None:
+    """A copy per layer divided by columns in place of each input that they share, and as many sums in backward."""
+    size = 2 * 4 * 16 * 32
+    once, each = divide_layers(step(family), 2), divide_layers(step(family), 2, sum_each=True)
+    assert of_a_layer(each, 0) - of_a_layer(once, 0) == (linears - inputs) * size
+    assert traffic(each, 1) == [*[("forward", 2, size)] * 2, *[("backward", 2, size)] * linears]
+    copies = [op for op in each.ops if op.layer == 1 and op.name.endswith(".copy") and ".for." in op.name]
+    assert [op.kind for op in copies] == ["copy"] * linears
 
 
 def traffic(trace: Trace, layer: int) -> list[tuple[str, int, int]]:
@@ -313,6 +343,10 @@ def test_time_of_a_layer_whose_sums_are_beside_its_weight_gradients() -> None:
         ({"config": {**GPT, "vocab_size": 127}}, {"tp": 3}, "nearest: 2"),  # the vocabulary need not divide
         ({"sequence": 18}, {"tp": 4, "sequence_parallel": True}, "does not divide the sequence of 18; nearest: 2"),
         ({}, {"sequence_parallel": True}, "divides tokens among the ranks of tp, which is 1; nearest: tp 2"),
+        ({}, {"tp": 2, "keep_gathered": True}, "keep_gathered: .* only with sequence_parallel; nearest: false"),
+        ({}, {"tp": 2, "sequence_parallel": True, "keep_gathered": 1}, "keep_gathered: needs true or false, has 1"),
+        ({}, {"sum_each": True}, "sum_each: needs tp.* nearest: false"),
+        ({}, {"tp": 2, "async_sums": True, "sum_each": True}, "sum_each: needs tp.* nearest: false"),
         ({}, {"async_sums": True}, "async_sums: the ranks of tp sum .* nearest: tp 2"),
         ({"stack": "fused"}, {"tp": 2}, "build the trace eager"),
         ({}, {"tp": 0}, "tp: needs a whole number of at least 1, has 0; nearest: 1"),

@@ -25,6 +25,7 @@ POLICIES = {
     "none": ("keep_all", {}),
     "full_ckpt": ("full_recompute", {}),
     "selective_ckpt": ("selective_recompute", {"recompute": "all_but_matmul"}),
+    "titan_ckpt": ("selective_recompute", {"recompute": "every_second_product"}),
     "save_on_cpu": ("save_on_cpu", {}),
     "optimizer_in_backward": ("optimizer_in_backward", {}),
 }

@@ -7,8 +7,10 @@ of a layout (`LAYOUT`), `accumulate` (micro-batches per update), `card` (one of 
 card of that kind), `network` (bytes/s per device between nodes, where the source states it), `flash` (which version of
 FlashAttention, see `FLASH`), `fuses` (what alone a stack fuses: see `FUSED`), `context` (bytes that the reading
 includes beside those of tensors), `dispatch` (who launches: a CPU under the stack by default, else "graphs"),
-`last_stage` (the device that was read; else the fullest), `memory_only` (its time is not that of training). `missing`:
-why nothing is, where nothing is.
+`bitsandbytes` (a version before 0.43.2, whose products with 4-bit weights hold their inputs until backward: pull
+request 1270), `last_stage` (the device that was read; else the fullest), `pytorch` (the version in the source's
+container, where it is known), `memory_only` (its time is not that of training). `missing`: why nothing is, where
+nothing is.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.layout import lay_out
 from sim.rewrites.gradient_buffer import gradient_buffers
+from sim.rewrites.rewriter import Rewriter
 from sim.rewrites.stack import fuse_streams, recomputed_inside, stream_groups
 from sim.trace import Trace
 from workloads import cnn, transformer, with_stack
@@ -35,12 +38,25 @@ from workloads import cnn, transformer, with_stack
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
 SETS = ("develop", "check")
 LAYOUT = (
-    *("dp", "tp", "cp", "ring_attention", "sequence_parallel", "async_sums", "pp", "zero", "schedule", "chunks"),
+    *(
+        "dp",
+        "tp",
+        "cp",
+        "ring_attention",
+        "sequence_parallel",
+        "async_sums",
+        "keep_gathered",
+        "sum_each",
+        "pp",
+        "zero",
+        "schedule",
+        "chunks",
+    ),
     *("layers", "bucket", "gradient_buffer", "gathered"),
 )
-READING = ("context", "last_stage", "memory_only")
+READING = ("context", "last_stage", "memory_only", "pytorch")
 MACHINE = ("dispatch", "profile", "card", "network", "flash")
-RUN = (*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses")
+RUN = (*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses", "bitsandbytes")
 FLASH = {
     1: {
         "a100_80_sxm": {"engines.gpu.efficiency.attention": "0.325"},
@@ -157,6 +173,7 @@ def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str
     if not several:
         axes["micro_batches"] = micro_batches
     trace = cnn(setup["cnn"], samples, **axes) if "cnn" in setup else transformer(setup["model"], batch=samples, **axes)
+    trace = holding_inputs(trace) if "bitsandbytes" in setup else trace
     overrides = {**machine, "dispatch": setup.get("dispatch", "cpu")}
     overrides |= CARDS[setup["card"]] if "card" in setup else {}
     overrides |= FLASH[setup["flash"]].get(setup["profile"], {}) if "flash" in setup else {}
@@ -175,7 +192,8 @@ def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str
     log = simulate(divided, device, setup["policy"]).log
     if setup.get("last_stage"):
         return log.end, peak_bytes(log)[device.home(divided.devices - 1).name]
-    readings = card_reading(log) if machine and "context" not in setup else ()
+    version = {"pytorch": setup["pytorch"]} if "pytorch" in setup else {}
+    readings = card_reading(log, **version) if machine and "context" not in setup else ()
     if readings:
         return log.end, max(reading.bytes for reading in readings)
     reserved = [peak_memory(log, device.home(d).name).reserved_bytes for d in range(divided.devices)]
@@ -188,6 +206,19 @@ def fusing_only(trace: Trace, modules: set[str]) -> Trace:
     groups = [[op for op in group if inside[op]] for group in stream_groups(trace)]
     groups = [group for group in groups if group]
     return fuse_streams(trace, recomputed_inside(trace, groups), groups, update=False, stack="fused")
+
+
+def holding_inputs(trace: Trace) -> Trace:
+    """The trace in which backward of a product with a dequantised weight reads the input of the product, too."""
+    new, ops = Rewriter(trace, {}), {op.name: op for op in trace.ops}
+    ids = new.all_tensors()
+    for op in trace.ops:
+        held = list[int]()
+        if f"{op.name}.dequantise" in ops and op.name.endswith(".bwd"):
+            held = [t for t in ops[op.name.removesuffix(".bwd")].reads[:1] if t not in op.reads]
+        new.op(op, reads=[ids[t] for t in (*op.reads, *held)], writes=[ids[t] for t in op.writes])
+    carry = [(ids[old], ids[fresh]) for old, fresh in trace.carry]
+    return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
 
 
 def devices_of(setup: Mapping[str, Any]) -> int:

@@ -126,6 +126,42 @@ def test_a_family_has_the_parameters_and_the_peak_that_the_library_has(config):
     assert peaks[0] == pytest.approx(peaks[1], rel=2e-3)
 
 
+NEMOTRON = {**LLAMA, "model_type": "nemotron", "vocab_size": 600}
+EIGHTH = {
+    "head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.125},
+}
+NEMOTRONS = {
+    "as published": NEMOTRON,
+    "an eighth of each head": {**NEMOTRON, **EIGHTH},
+    "all of each head": {**NEMOTRON, "partial_rotary_factor": 1.0},
+    "biases, a tied head": {**NEMOTRON, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "dropout": {**NEMOTRON, "attention_dropout": 0.1},
+    "GeLU": {**NEMOTRON, "hidden_act": "gelu"},
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+@pytest.mark.parametrize("variant", NEMOTRONS)
+def test_nemotron_saves_what_the_library_saves(variant, precision):
+    """To the byte, but for mean and deviation of each row, which 16-bit norms of PyTorch on a CPU have in 16 bits."""
+    from scripts.zoo_page.measure import machine
+    from sim import simulate
+    from sim.analysis.peak_memory import home_peak
+    from sim.trace.phases import saved_tensors
+    from workloads.hugging_face import hugging_face
+
+    config, axes = NEMOTRONS[variant], {"batch": 2, "sequence": 24, "precision": precision, "attention": "eager"}
+    native = transformer(config, optimizer="adamw_foreach", **axes)
+    built = hugging_face(config, "model", "model", **axes)
+    assert native.meta["parameters"] == built.meta["parameters"]
+    saved = [sum(trace.tensors[t].bytes for t in saved_tensors(trace).tolist()) for trace in (native, built)]
+    norms, rows = 2 * config["num_hidden_layers"] + 1, 2 * 24
+    assert saved[0] - saved[1] == (0 if precision == "fp32" else norms * rows * 2 * 2)
+    peaks = [home_peak(simulate(trace, machine()).log) for trace in (native, built)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=2e-3)
+
+
 @pytest.mark.parametrize("name", ["gelu_fast", "quick_gelu", "gelu_10"])
 def test_an_activation_that_no_family_has_is_the_librarys_business(name):
     """`gelu_fast` is five ops there, and saves what they save."""

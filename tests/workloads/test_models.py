@@ -405,7 +405,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2", "bert", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2", "bert", "mixtral", "nemotron"])
 def test_what_published_configurations_say_beside_is_read_without_a_word(kind):
     sizes = {
         **LLAMA,

@@ -60,6 +60,7 @@ def _patched() -> Iterator[None]:
     torch: Any = import_module("torch")
     autocast = torch.amp.autocast_mode.autocast
     plain, plain_enter = autocast.__init__, autocast.__enter__
+    plain_is_on = torch.is_autocast_enabled
     casts = _Casts(torch)
 
     def init(
@@ -77,11 +78,14 @@ def _patched() -> Iterator[None]:
             COUNTS[-1]("autocast")
         return plain_enter(self)
 
-    autocast.__init__, autocast.__enter__ = init, enter
+    def is_on(device_type: str | None = None) -> bool:
+        return bool(plain_is_on("cpu" if device_type in (None, "cuda") else device_type))
+
+    autocast.__init__, autocast.__enter__, torch.is_autocast_enabled = init, enter, is_on
     try:
         yield
     finally:
-        autocast.__init__, autocast.__enter__ = plain, plain_enter
+        autocast.__init__, autocast.__enter__, torch.is_autocast_enabled = plain, plain_enter, plain_is_on
         casts.close()
 
 

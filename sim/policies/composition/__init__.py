@@ -319,6 +319,7 @@ class Composition(Policy):
             cost=problem.cost.over(seen, platform),
             evaluate=evaluate,
             history=_history(problem.history, i),
+            least_ns=lambda plan: 0,
         )
 
     def _joined(self, made: Sequence[_Made], trace: Trace, problem: Problem) -> Plan:

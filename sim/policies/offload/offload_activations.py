@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import Annotated
@@ -15,7 +15,7 @@ from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
 from sim.policies.saved_copies import Packed, Save, following, forward_passes, saves_of, with_copies
-from sim.policies.sharing import shared
+from sim.policies.sharing import rewriting, shared
 from sim.solvers.cascade import cascade
 from sim.trace.chain import BACKWARD, backward_ops
 from sim.trace.graph import Trace
@@ -90,27 +90,33 @@ class OffloadActivations(Policy):
         return shared(self, problem, lambda: self._plan(problem))
 
     def _plan(self, problem: Problem) -> Plan:
-        platform = problem.platform
+        platform, bytes = problem.platform, problem.trace.tensor_columns.bytes
         if platform.host is None:
             raise PolicyError(f"offload_activations: {platform.name} has no host tier to copy to")
-        saves = saves_of(problem.trace, duplicates=self.rewrites)
+        host, homes = platform.host.name, tuple(platform.home(each).name for each in range(problem.trace.devices))
+        key = self, host, homes, (bytes > 0).tobytes(), (bytes >= self.min_offload_size).tobytes()
+        plan = rewriting(problem.trace, key, (), lambda: self._copied(problem.trace, host, homes))
+        actions = cascade(plan.trace, platform, plan.actions, host)
+        return plan if actions is plan.actions else replace(plan, actions=actions)
+
+    def _copied(self, given: Trace, host: str, homes: Sequence[str]) -> Plan:
+        """The plan, whatever of the host's tensors go on to a tier behind it."""
+        saves = saves_of(given, duplicates=self.rewrites)
         if self.checkpointed:
-            saves = _of_layers(problem.trace, saves)
-        stays = set() if self.head else _of_the_head(problem.trace)
-        kept = set(problem.trace.outputs)
-        offloaded = [
-            save for save in saves if self._is_offloaded(problem.trace, save.tensor) and save.tensor not in kept
-        ]
-        trace, packed = with_copies(problem.trace, [save for save in offloaded if save.at not in stays])
+            saves = _of_layers(given, saves)
+        stays = set() if self.head else _of_the_head(given)
+        kept = set(given.outputs)
+        offloaded = [save for save in saves if self._is_offloaded(given, save.tensor) and save.tensor not in kept]
+        trace, packed = with_copies(given, [save for save in offloaded if save.at not in stays])
         # torch counts every save, also of what is not offloaded
         order = {save: i for i, save in enumerate(sorted(saves, key=lambda save: (save.at, save.used_until)))}
         actions: list[Action] = []
         for device in range(trace.devices):
             own = [one for one in packed if trace.op_columns.device[one.readers[0]] == device]
             stash = self.max_fwd_stash_size if self.use_streams else 0
-            streams = _Streams(trace, device, platform.host.name, platform.home(device).name, stash)
+            streams = _Streams(trace, device, host, homes[device], stash)
             actions += streams.actions(own, [order[one.save] for one in own])
-        return Plan(trace, cascade(trace, platform, actions, platform.host.name))
+        return Plan(trace, actions)
 
     def _is_offloaded(self, trace: Trace, tensor: int) -> bool:
         columns = trace.tensor_columns

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
 from sim.policies.saved_copies import saves_of, with_copies
-from sim.policies.sharing import shared
+from sim.policies.sharing import rewriting, shared
 from sim.solvers.cascade import cascade
+from sim.trace.graph import Trace
 
 PAGEABLE = "host_pageable"
 """Name of the tier of ordinary, not page-locked, host memory on platforms that tell the two apart."""
@@ -63,13 +65,20 @@ class SaveOnCpu(Policy):
         if platform.host is None:
             raise PolicyError(f"save_on_cpu: {platform.name} has no host tier to copy to")
         host = PAGEABLE if not self.pin_memory and PAGEABLE in platform.tier_ids else platform.host.name
+        homes = tuple(platform.home(each).name for each in range(trace.devices))
+        key = self, host, homes, (trace.tensor_columns.bytes > 0).tobytes()
+        plan = rewriting(trace, key, (), lambda: self._copied(trace, host, homes))
+        actions = cascade(plan.trace, platform, plan.actions, host)
+        return plan if actions is plan.actions else replace(plan, actions=actions)
+
+    def _copied(self, trace: Trace, host: str, homes: Sequence[str]) -> Plan:
+        """The plan, whatever of the host's tensors go on to a tier behind it."""
         new, packed = with_copies(trace, saves_of(trace, weights=self.weights, duplicates=self.duplicates))
         device = new.op_columns.device
         actions: list[Action] = []
         for one in packed:
             copy, at, needed = one.copy, one.at, one.readers[0]
             actions += [Move(copy, host, keep=one.used_until > at, after=at), Wait(copy, after=at)]
-            home = platform.home(int(device[needed])).name
-            actions += [Move(copy, home, before=needed), Wait(copy, before=needed)]
+            actions += [Move(copy, homes[int(device[needed])], before=needed), Wait(copy, before=needed)]
         actions += [Drop(one.copy, after=one.used_until) for one in packed if one.used_until > one.at]
-        return Plan(new, cascade(new, platform, actions, host))
+        return Plan(new, actions)

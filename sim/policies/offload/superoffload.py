@@ -12,9 +12,9 @@ from annotated_types import Ge
 from sim.errors import Deadlock, Infeasible
 from sim.plan import Action, Drop, Move, Plan, Problem
 from sim.policies.base import Policy, by_parameter
+from sim.policies.sharing import rewriting
 from sim.rewrites.fused_update import OPTIMIZER, fuse_updates, tiles
 from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
-from sim.rewrites.kept import kept
 from sim.rewrites.masters import into_gradients, without_held_weights
 from sim.rewrites.order import must_precede
 from sim.rewrites.rewrite import reorder
@@ -36,7 +36,7 @@ class SuperOffload(Policy):
         begins with the last gradient of its sub-group, and the last sub-groups are updated on the device.
     Bounds: time is at least that of forward and backward. Of M parameters that the CPU updates 2M bytes go down and 2M
         up, and with fp32 masters the host holds 14M at most: 12M of states, and gradients, whose places the new weights
-        take. One replay for each number of layers tried, doubling.
+        take. One replay for each number of layers tried, doubling, that might be faster than what has been replayed.
     Headline: up to 2.5 times the throughput of other offload systems on GH200. Here, on `gh200`, GPT-3 350M with
         4 x 512 tokens and six layers updated on the device is 1.61 times as fast as `zero_offload`, 1.16 with none.
     Departs: a published update begins before the norm of all gradients is known, and is undone where that asks for
@@ -61,7 +61,7 @@ class SuperOffload(Policy):
     lag: Annotated[int, Ge(0)] = 1
 
     def plan(self, problem: Problem) -> Plan:
-        """The fastest of the numbers of layers tried, or the one asked for."""
+        """The fastest of the numbers of layers tried, the least of equally fast ones, or the one asked for."""
         trace = problem.trace
         host = updating_host(problem.platform, "superoffload", "to offload to")
         groups = _by_readiness(trace)
@@ -69,16 +69,19 @@ class SuperOffload(Policy):
             return Plan(trace)
         if self.on_device is not None:
             return self._splitting(groups[: max(0, len(groups) - self.on_device)], host, problem)
-        best, best_ns = None, 0
-        for count in sorted({0, *(1 << i for i in range(len(groups).bit_length())), len(groups)}):
-            plan = self._splitting(groups[: len(groups) - count], host, problem)
+        counts = sorted({0, *(1 << i for i in range(len(groups).bit_length())), len(groups)})
+        plans = [self._splitting(groups[: len(groups) - count], host, problem) for count in counts]
+        least = list(map(problem.least_ns, plans))
+        best: tuple[int, int] | None = None  # the time, and of equal ones the first
+        for place in sorted(range(len(plans)), key=lambda place: (least[place], place)):
+            if best is not None and (least[place], place) > best:
+                continue
             try:
-                took = problem.evaluate(plan).end
+                took = problem.evaluate(plans[place]).end
             except (Infeasible, Deadlock):
                 continue
-            if best is None or took < best_ns:
-                best, best_ns = plan, took
-        return best or self._splitting(groups, host, problem)
+            best = min(best or (took, place), (took, place))
+        return plans[best[1] if best else 0]
 
     def unlimited(self, problem: Problem) -> Mapping[str, Plan]:
         """The update divided between CPU and device; without memory to save it may still be the faster one."""
@@ -91,12 +94,8 @@ class SuperOffload(Policy):
             return Plan(trace)
         chosen = sorted(op for group in on_cpu for op in group)
         homes = tuple(problem.platform.home(device).name for device in range(trace.devices))
-
-        def make() -> tuple[Plan, Trace]:
-            plan = self._split(trace, chosen, host, homes)
-            return plan, plan.trace
-
-        return kept(trace, ("superoffload", tuple(chosen), self.lag, host, homes), make)
+        key = ("superoffload", tuple(chosen), self.lag, host, homes)
+        return rewriting(trace, key, chosen, lambda: self._split(trace, chosen, host, homes))
 
     def _split(self, trace: Trace, chosen: Sequence[int], host: str, homes: Sequence[str]) -> Plan:
         """The plan where the CPU runs these ops of the optimizer."""

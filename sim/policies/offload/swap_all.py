@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 
 from sim.errors import PolicyError
-from sim.plan import Action, Move, Plan, Problem
+from sim.plan import Move, Plan, Problem
 from sim.policies.base import Policy, by_parameter
-from sim.policies.sharing import shared
+from sim.policies.sharing import alike, shared
 from sim.solvers.cascade import cascade
 from sim.trace.chain import BACKWARD, backward_ops, saved_tensors
 from sim.trace.graph import Trace
@@ -56,28 +57,34 @@ class SwapAll(Policy):
         if platform.host is None:
             raise PolicyError(f"swap_all: {platform.name} has no host tier to offload to")
         host = platform.host.name
+        homes = tuple(platform.home(each).name for each in range(trace.devices))
+        has_bytes = trace.tensor_columns.bytes > 0
+        key = "swap_all", self, host, homes, has_bytes.tobytes()
+        moves = alike(trace, key, lambda: self._moves(trace, host, homes, has_bytes.tolist()))
+        return Plan(trace, cascade(trace, platform, moves, host))
+
+    def _moves(self, trace: Trace, host: str, homes: Sequence[str], has_bytes: Sequence[bool]) -> tuple[Move, ...]:
+        """The two moves of each tensor that leaves."""
         prefetch_at, place = _prefetch_points(trace, self.ahead, self.unit == "op"), _places(trace)
         phase, device = trace.op_columns.phase.tolist(), trace.op_columns.device.tolist()
-        size, producer = trace.tensor_columns.bytes.tolist(), trace.producer.tolist()
-        homes = [platform.home(each).name for each in range(trace.devices)]
+        producer = trace.producer.tolist()
         engine, group = trace.op_columns.engine, trace.op_columns.group
         kept = set(trace.outputs)
-        out: list[Action] = []
-        back: list[tuple[int, Action]] = []
+        out: list[Move] = []
+        back: list[tuple[int, Move]] = []
         for t in saved_tensors(trace).tolist():
             readers = trace.readers(t)
             needed = next(op for op in readers if phase[op] == BACKWARD)
             last = max([op for op in readers if op < needed], default=producer[t])
             start = prefetch_at[needed]
-            if t in kept or not size[t] or device[last] != device[start]:
+            if t in kept or not has_bytes[t] or device[last] != device[start]:
                 continue
             if place[start] <= place[last] + 1 or last in engine or last in group:
                 continue
             out.append(Move(t, host, after=last))
             back.append((needed, Move(t, homes[device[needed]], before=start)))
         # copies in that start together queue in the order in which they are needed
-        moves = (*out, *(move for _, move in sorted(back, key=lambda one: one[0])))
-        return Plan(trace, cascade(trace, platform, moves, host))
+        return (*out, *(move for _, move in sorted(back, key=lambda one: one[0])))
 
 
 def _places(trace: Trace) -> dict[int, int]:

@@ -12,11 +12,11 @@ from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Beside, PlansFrom, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
-from sim.policies.sharing import shared
+from sim.policies.sharing import alike, shared
 from sim.solvers.checkpoints import rerun_regions
 from sim.solvers.located import index_of
 from sim.solvers.regions import chain_of, stage_regions
-from sim.solvers.schedule import schedule_of
+from sim.solvers.schedule import Schedule, schedule_of
 from sim.trace.chain import Chain
 
 GRID = 6
@@ -76,10 +76,18 @@ class Chen(RecomputationPlanner):
             ends = threshold_segments(line, self.threshold)[0]
         else:
             ends = searched_segments(line)
-        index = index_of(problem)
-        reruns = rerun_regions(index, stage_regions(line, ends), skip_last=True)
-        found = self.finished(problem, schedule_of(index, reruns))
-        return Plan(problem.trace, found.actions(), notes={"segment_ends": tuple(ends)})
+        regions = stage_regions(line, ends)
+
+        def schedule() -> Schedule:
+            index = index_of(problem)
+            return schedule_of(index, rerun_regions(index, regions, skip_last=True))
+
+        if self.remove_unnecessary:
+            actions = self.finished(problem, schedule()).actions()
+        else:
+            key = "chen", tuple((region.forward, frozenset(region.backward)) for region in regions)
+            actions = alike(problem.trace, key, lambda: schedule().actions())
+        return Plan(problem.trace, actions, notes={"segment_ends": tuple(ends)})
 
 
 def equal_segments(stages: int, count: int) -> list[int]:

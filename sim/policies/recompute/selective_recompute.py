@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -16,8 +16,12 @@ from sim.rewrites.rewrite import hold_longer
 from sim.solvers.checkpoints import by_anchor, cached_casts, cached_results, held_by, named, region_reruns
 from sim.solvers.regions import Region, layer_regions
 from sim.solvers.schedule import TraceIndex, schedule_of
+from sim.trace import Trace
+from sim.trace.op import KINDS
+from sim.trace.tensor import ROLE_CODE
 
 CORE = ".attn.core"
+WEIGHT = ROLE_CODE["weight"]
 EXPENSIVE = ("matmul", "conv", "attention")
 
 
@@ -35,10 +39,15 @@ class SelectiveRecompute(RecomputationPlanner):
         list round every layer. As under any checkpoint, the layer's inputs are held until the last of its
         backward nodes that saved something has run. The cache also holds a product that is not read again until
         the layer's backward ends: here it is released with the last backward op that reads a result of the layer.
+    recompute="every_second_product": the same with another list: of the products with weights every second one of a
+        layer is recomputed, beginning with the second, and so are products with a bias (`addmm`) and of two
+        activations (`bmm`); other products, fused attention and reduce-scatters stay. Products in FP8 are `mm` of
+        torchao's tensors, too. Source: torchtitan's `selective_ac_option = "op"`
+        (torchtitan/parallelisms/parallelize_llama.py, 2024).
     Departs: an op that overwrites a kept result, or one of another layer, is not recomputed (see `full_recompute`); the
         cache then holds what has been written over the product.
 
-    recompute: one of the two.
+    recompute: one of the three.
     early_stop: recompute only as far as backward needs it; None follows each source: the whole core (Megatron), or
         early (PyTorch).
     autocast_cache: copies of weights in a narrower type stay until the forward pass ends, as PyTorch's autocast
@@ -54,7 +63,7 @@ class SelectiveRecompute(RecomputationPlanner):
     rarely = "it rewrites only casts of weights that autocast keeps"
     other_values = by_parameter(recompute="attention_core", early_stop=False, autocast_cache=False)
 
-    recompute: Literal["attention_core", "all_but_matmul"] = "all_but_matmul"
+    recompute: Literal["attention_core", "all_but_matmul", "every_second_product"] = "all_but_matmul"
     early_stop: bool | None = None
     autocast_cache: bool = True
 
@@ -76,8 +85,8 @@ class SelectiveRecompute(RecomputationPlanner):
         if self.recompute == "attention_core":
             reruns = region_reruns(index, _cores(index, layers), early_stop=bool(self.early_stop))
         else:
-            ops = trace.ops
-            keep = {op for layer in layers for op in layer.forward if ops[op].kind in EXPENSIVE}
+            kept = _expensive if self.recompute == "all_but_matmul" else _torchtitans
+            keep = {op for layer in layers for op in kept(trace, layer.forward)}
             stop = self.early_stop is not False
             reruns = region_reruns(index, layers, early_stop=stop, keep=keep, before="saved")
             held = held_by(index, reruns)
@@ -87,6 +96,47 @@ class SelectiveRecompute(RecomputationPlanner):
         hold = {**named(index, layers), **drops, **(cached_casts(index, layers) if self.autocast_cache else {})}
         schedule = schedule_of(index, by_anchor(reruns), hold=hold, once_recomputed=handed)
         return Plan(trace, self.finished(problem, schedule).actions())
+
+
+def _expensive(trace: Trace, layer: Iterable[int]) -> Iterator[int]:
+    """The ops of a layer that are expensive to compute."""
+    kind = trace.op_columns.kind
+    return (op for op in layer if KINDS[kind[op]] in EXPENSIVE)
+
+
+def _torchtitans(trace: Trace, layer: Iterable[int]) -> Iterator[int]:
+    """Every other product of an activation and a weight alone, the first included; fused attention; reduce-scatters."""
+    c, count = trace.op_columns, 0
+    for op in layer:
+        kind = KINDS[c.kind[op]]
+        if kind == "attention" or (kind == "collective" and _scatters(trace, op)):
+            yield op
+        elif kind == "matmul" and _is_mm(trace, op):
+            count += 1
+            if count % 2:
+                yield op
+
+
+def _scatters(trace: Trace, op: int) -> bool:
+    ring, size = trace.op_columns.ring.get(op), trace.tensor_columns.bytes
+    less = sum(int(size[t]) for t in trace.writes(op)) < sum(int(size[t]) for t in trace.reads(op))
+    return ring is not None and ring.passes == 1 and less
+
+
+def _is_mm(trace: Trace, op: int) -> bool:
+    """Whether it multiplies an activation and a weight, and adds nothing."""
+    reads = trace.reads(op)
+    return len(reads) == 2 and any(_is_weight(trace, t) for t in reads)
+
+
+def _is_weight(trace: Trace, tensor: int) -> bool:
+    """Whether a tensor is a weight, or made of weights alone: cast, gathered or dequantised."""
+    producer = int(trace.producer[tensor])
+    if producer < 0:
+        return bool(trace.tensor_columns.role[tensor] == WEIGHT)
+    reads = trace.reads(producer)
+    kind = KINDS[trace.op_columns.kind[producer]]
+    return kind != "matmul" and bool(len(reads)) and all(_is_weight(trace, t) for t in reads)
 
 
 def _cores(index: TraceIndex, layers: list[Region]) -> list[Region]:

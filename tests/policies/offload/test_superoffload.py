@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sim.errors import PolicyError
-from sim.experiment import simulate
+from sim.errors import Infeasible, PolicyError
+from sim.experiment import problem_for, simulate
 from sim.hardware.profile import load_profile
+from sim.policies import load
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from tests.policies.offload.conftest import machine
@@ -139,3 +140,26 @@ def test_an_update_that_needs_the_norm_of_all_gradients_begins_behind_it(run) ->
     done = run(b.build(), "superoffload", on=machine(cpu_rate=10**12), on_device=0)
     (clip,) = done.ran("clip")
     assert all(start >= clip[1] for start, _ in updates(done)["cpu"])
+
+
+@pytest.mark.parametrize("profile", ["a100_80_sxm", "gh200", "mt3000_survey", "ascend_910b"])
+@pytest.mark.parametrize(("batch", "sequence"), [(1, 16), (16, 64), (256, 64)])
+def test_no_number_of_layers_is_faster_and_none_is_faster_than_its_bound(profile, batch, sequence, monkeypatch) -> None:
+    """Every number that it may try is replayed, on its own."""
+    trace = transformer({**TINY, "n_embd": 256, "n_layer": 6}, batch=batch, sequence=sequence, precision="amp_bf16")
+    platform, replays = load_profile(profile), []
+    for budget in (platform.home(0).capacity, 60 << 20):
+        problem = problem_for(trace, platform.with_budget(budget))
+        ends = []
+        for count in (0, 1, 2, 4, 7):
+            plan = load("superoffload", on_device=count).plan(problem)
+            try:
+                ends.append(problem.evaluate(plan).end)
+            except Infeasible:
+                continue
+            assert 0 < problem.least_ns(plan) <= ends[-1]
+        run = problem.evaluate
+        object.__setattr__(problem, "evaluate", lambda plan, run=run: replays.append(plan) or run(plan))
+        chosen = load("superoffload").plan(problem)
+        assert not ends or run(chosen).end == min(ends)
+    assert len(replays) < 10

@@ -333,6 +333,19 @@ def test_where_no_op_has_another_implementation_all_is_tried_once():
         return problem.evaluate(plan)
 
     plan = load("vdnn").plan(replace(problem, evaluate=evaluate))
-    assert [each.notes["variant"] for each in tried] == ["all", "none", "conv"]
-    assert plan is tried[0]
+    assert [each.notes["variant"] for each in tried] == ["none", "conv", "all"]
+    assert plan is tried[-1]
     assert plan.trace is trace
+
+
+@pytest.mark.parametrize(("net", "share"), [("gpt2", 1.1), ("gpt2", 0.8), ("gpt2", 0.7), ("vgg", 1.1), ("vgg", 0.9)])
+def test_the_choice_is_that_of_all_passes_replayed(net, share):
+    """What a pass cannot be slower than is not replayed; without a bound all are."""
+    trace = transformer("gpt2", batch=8, sequence=512) if net == "gpt2" else cnn("vgg-16", batch=128)
+    profile = load_profile("a100_40_pcie")
+    problem = problem_for(trace, profile.with_budget(int(share * home_peak(reference_run(trace, profile)))))
+    plan, own = load("vdnn").plan(problem), load("vdnn").plan(replace(problem, least_ns=lambda plan: 0))
+    assert plan.decides_as(own)
+    slowest = load("vdnn(variant=all, algorithm=m)").plan(problem)
+    assert 0 < problem.least_ns(slowest) <= problem.evaluate(slowest).end
+    assert problem.evaluate(plan).end <= problem.evaluate(slowest).end

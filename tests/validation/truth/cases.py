@@ -129,6 +129,12 @@ case("llama-bias", {**LLAMA, "attention_bias": True, "mlp_bias": True}, 2, 257, 
 case("llama-head", {**LLAMA, "head_dim": 128}, 2, 257, "bf16", "sdpa")
 case("mistral", {**LLAMA, "model_type": "mistral", "sliding_window": None}, 2, 400, "bf16", "sdpa")
 case("qwen2", {**LLAMA, "model_type": "qwen2"}, 2, 400, "amp_bf16", "sdpa")
+# every second product recomputed, as torchtitan does; GPT-2's products have biases, which it keeps none of
+case("llama", LLAMA, 3, 900, "bf16", "sdpa", policy="titan_ckpt")
+case("llama", LLAMA, 3, 900, "fp32", "eager", policy="titan_ckpt")
+case("llama", LLAMA, 2, 700, "amp_bf16", "sdpa", policy="titan_ckpt")
+case("llama-full-heads", {**LLAMA, "num_key_value_heads": 8}, 4, 513, "bf16", "sdpa", policy="titan_ckpt")
+case("gpt2", GPT2, 3, 600, "bf16", "sdpa", policy="titan_ckpt")
 for policy in ("full_ckpt", "selective_ckpt", "save_on_cpu"):
     case("llama", LLAMA, 3, 900, "amp_bf16", "sdpa", policy=policy)
     case("llama", LLAMA, 3, 900, "bf16", "eager", policy=policy)

@@ -22,7 +22,7 @@ import torch  # isort: skip
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.validation.truth import models
 from tests.validation.truth.cases import CASES
@@ -50,10 +50,32 @@ TYPES = {
 }
 
 
-def checkpoint_layers(model: nn.Module, selective: bool) -> None:
-    """A non-reentrant checkpoint round every layer, which keeps products where it is selective."""
+ATTENTION = {op for op in PRODUCTS if "attention" in str(op)}
+
+
+def titan_contexts():
+    """Those of torchtitan's option `op`: fused attention is kept, and of `mm` all but every second."""
+    count = {True: 0, False: 0}
+
+    def choose(ctx, func, *args, **kwargs):
+        count[ctx.is_recompute] += func == aten.mm.default
+        kept = func in ATTENTION or (func == aten.mm.default and count[ctx.is_recompute] % 2)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+CONTEXTS = {
+    "full_ckpt": None,
+    "selective_ckpt": partial(create_selective_checkpoint_contexts, PRODUCTS),
+    "titan_ckpt": titan_contexts,
+}
+
+
+def checkpoint_layers(model: nn.Module, kind: str) -> None:
+    """A non-reentrant checkpoint round every layer, which keeps what a kind of `CONTEXTS` says."""
     for layer in models.layers_of(model):
-        contexts = partial(create_selective_checkpoint_contexts, PRODUCTS) if selective else None
+        contexts = CONTEXTS[kind]
         given = {"context_fn": contexts} if contexts else {}
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **given)
 
@@ -155,8 +177,8 @@ def run(case: dict, detail: bool = False) -> dict:
         with torch.device("cuda"), default_type(dtype):
             model = models.build(case).train()
             batches = [models.batch_of(case, a["batch"] // micro_batches) for _ in range(micro_batches)]
-        if policy in ("full_ckpt", "selective_ckpt"):
-            checkpoint_layers(model, policy == "selective_ckpt")
+        if policy in CONTEXTS:
+            checkpoint_layers(model, policy)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         ledger = Ledger(detail=detail)
         hooked = policy == "optimizer_in_backward"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -12,11 +12,13 @@ from sim.errors import PolicyError
 from sim.plan import Action, Drop, Move, Plan, Problem, Wait
 from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.zero_offload.cut import cheapest_cut
+from sim.policies.sharing import rewriting
 from sim.rewrites.fused_update import fuse_updates
 from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
 from sim.rewrites.masters import into_gradients, without_held_weights
 from sim.rewrites.weight_parts import with_weight_parts
 from sim.solvers.streaming import buckets, idle, parts_up
+from sim.trace.graph import Trace
 from sim.units import to_bytes
 
 
@@ -92,15 +94,20 @@ class ZeroOffload(Policy):
         chosen = cheapest_cut(trace) if self.partition == "cut" else updates
         if not chosen:
             return Plan(trace)
+        homes = tuple(platform.home(device).name for device in range(trace.devices))
+        key = (self, tuple(chosen), host, homes)
+        return rewriting(trace, key, updates, lambda: self._rewritten(trace, chosen, host, homes))
+
+    def _rewritten(self, trace: Trace, chosen: Sequence[int], host: str, homes: Sequence[str]) -> Plan:
+        """The plan where the CPU runs these ops of the update."""
         fused = fuse_updates(with_weight_parts(trace, chosen), chosen)
         if self.weights == "device":
             fused = without_held_weights(fused if self.delayed else into_gradients(fused))
-        stay = {trace.op_columns.name[op] for op in {*updates} - {*chosen}}
+        stay = {trace.op_columns.name[op] for op in {*device_updates(trace)} - {*chosen}}
         split = Split(fused, [op for op in device_updates(fused) if fused.op_columns.name[op] not in stay])
         if self.delayed:
             split.check_independent("zero_offload: delayed")
         new = updated_on_host(split, self.delayed, in_place=self.weights == "host")
-        homes = [platform.home(device).name for device in range(trace.devices)]
         actions = [*_gradients_down(split, new, host, to_bytes(self.bucket), self.delayed)]
         if self.weights == "device":
             actions += _weights_up(split, new, host, homes, self.delayed)
@@ -129,7 +136,7 @@ def _gradients_down(split: Split, new: OnHost, host: str, bucket: int, delayed: 
             yield from (Wait(new.tensors[t], before=new.ops[op]) for t in ready)
 
 
-def _weights_up(split: Split, new: OnHost, host: str, homes: list[str], delayed: bool) -> Iterator[Action]:
+def _weights_up(split: Split, new: OnHost, host: str, homes: Sequence[str], delayed: bool) -> Iterator[Action]:
     """Each new weight's move when the update that makes it has ended, and the release of what it replaces."""
     trace = split.trace
     for t, fresh in new.fresh.items():
