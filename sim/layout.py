@@ -29,6 +29,7 @@ from sim.rewrites.chunks import CHUNKED, Chunks, as_base, cut, joined
 from sim.rewrites.dimensions import TENSOR, column_axis, dimensions, is_divided, own_tokens, token_axis
 from sim.rewrites.expert_parallel import experts_apart
 from sim.rewrites.experts import experts_of
+from sim.rewrites.experts_in_turn import experts_in_turn, in_order, refused
 from sim.rewrites.gradient_buffer import gradient_buffers
 from sim.rewrites.layer_parts import ATTENTION, MLP, VOCABULARY, LayerPart, layer_parts
 from sim.rewrites.next_step import updates_by_layer, without_barrier
@@ -401,7 +402,7 @@ def _laid_out(
     _check_samples(trace, layout)
     check_division(trace, layout.tp, layout.sequence_parallel, layout.cp, layout.by_tokens)
     check_context(trace, layout.cp)
-    check_experts(trace, layout.ep)
+    check_experts(trace, layout.ep, layout.cp, are_kernels_fused=kernels is not None)
     asked, layout = layout, with_layers(trace, machine, layout)
     table = part_of_layer(trace, layout)
     chunks = _joined_chunks(trace, layout)
@@ -414,6 +415,7 @@ def _laid_out(
         "sum_each": layout.sum_each,
     }
     trace = divide_layers(trace, layout.tp, layout.sequence_parallel, layout.async_sums, **parts)
+    trace = in_order(trace, layout.ep) if layout.ep > 1 and experts_in_turn(trace) else trace
     trace = trace if kernels is None else kernels(trace)
     trace = trace if layout.barrier else updates_by_layer(trace)
     dealt = layout.zero > 1 and layout.dp * layout.cp > 1
@@ -551,21 +553,32 @@ def check_context(trace: Trace, cp: int) -> None:
         raise LayoutError("cp: scores of all tokens with all others cannot be divided by tokens; try attention 'flash'")
 
 
-def check_experts(trace: Trace, ep: int) -> None:
-    """Raise LayoutError where the experts of a trace do not divide among so many replicas."""
+def check_experts(trace: Trace, ep: int, cp: int = 1, *, are_kernels_fused: bool = False) -> None:
+    """Raise LayoutError where the experts of a trace do not divide among so many replicas.
+
+    cp: ranks that divide the tokens of each. are_kernels_fused: whether kernels are fused once layers are divided.
+    """
     if ep == 1:
         return
     numbers = set(experts_of(trace).values())
     if not numbers:
-        alone = "expert_loads" in trace.meta
-        what = (
-            "experts that run one after another find their rows among their own device's tokens; where ranks divide "
-            "experts, rows are sorted and sent first; try experts_implementation 'grouped'"
-        )
-        raise LayoutError(f"ep: {what if alone else 'the trace has no experts that can be divided'}; nearest: 1")
+        numbers = {len(loads) for loads in experts_in_turn(trace).values()}
+        if not numbers:
+            raise LayoutError(f"ep: {_lacking_of_experts(trace)}; nearest: 1")
+        if 0 in numbers:
+            raise LayoutError(f"ep: {refused(trace, ep)}; nearest: 1")
     experts = math.gcd(*numbers)
     if experts % ep:
         raise LayoutError(f"ep: {ep} does not divide the {experts} experts; nearest: {nearest_divisor(experts, ep)}")
+    if experts_in_turn(trace):
+        if why := refused(trace, ep):
+            raise LayoutError(f"ep: {why}; nearest: 1")
+        if cp > 1 or are_kernels_fused:
+            what = "with cp" if cp > 1 else "in fused kernels"
+            raise LayoutError(
+                f"ep: experts that run one after another are not divided {what}; try experts_implementation 'grouped'; "
+                "nearest: 1"
+            )
     if trace.meta.get("stack", "eager") != "eager":
         raise LayoutError(
             f"ep: experts in kernels of the stack {trace.meta['stack']!r} cannot be divided once they are fused; build "
@@ -573,6 +586,17 @@ def check_experts(trace: Trace, ep: int) -> None:
         )
     if int(trace.meta.get("micro_batches", 1)) > 1:
         raise LayoutError("ep: the trace has microbatches already; give micro_batches in the layout instead")
+
+
+def _lacking_of_experts(trace: Trace) -> str:
+    """What a trace would have to say so that its experts could be divided."""
+    columns = trace.tensor_columns
+    weights = (name for t, name in enumerate(columns.name) if trace.producer[t] < 0 and "expert" in name)
+    lacking = ["how many rows each expert has (meta['expert_loads'])"] if "expert_loads" not in trace.meta else []
+    lacking += [] if trace.op_columns.splits else ["which ops divide by samples (Op.splits)"]
+    if (name := next(weights, "")) and lacking:
+        return f"{name!r} is of an expert, but the trace does not say {', nor '.join(lacking)}; build it by transformer"
+    return "the trace has no experts that can be divided"
 
 
 def _check_rows_of_experts(trace: Trace, sequence_parallel: bool) -> None:

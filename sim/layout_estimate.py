@@ -21,6 +21,7 @@ from sim.hardware.platform import Platform
 from sim.layout import Layout, part_of_layer, with_layers
 from sim.rewrites.dimensions import dimensions
 from sim.rewrites.experts import experts_of
+from sim.rewrites.experts_in_turn import weights_in_turn
 from sim.rewrites.pipeline import parts_of, weight_gradients
 from sim.rewrites.schedules import DIVIDED, FOLDED, device_of, unit_orders
 from sim.stage_balance import layer_costs
@@ -74,7 +75,7 @@ class Estimator:
         self.sizes: dict[tuple[object, ...], tuple[int, ...] | str] = {}
         self.costs = cache(partial(layer_costs, trace, node))
         self.family = dimensions(trace).family
-        self.experts = experts_of(trace)
+        self.experts = experts_of(trace).keys() | weights_in_turn(trace)
         self.rings = cache(partial(ring_rates, node))
 
     def of(self, layout: Layout) -> Estimate:
@@ -198,9 +199,7 @@ class Estimator:
         """Bytes of the rows of all layers that go to experts, each way."""
         trace, total = self.trace, 0.0
         for layers in (trace.meta.get("expert_loads") or ())[:1]:
-            widths = [
-                trace.tensor_columns.shape[trace.tensor_id(name)][2] for name in self.experts if "gate_up" in name
-            ]
+            widths = [trace.tensor_columns.shape[trace.tensor_id(name)][-1] for name in self.experts if "gate" in name]
             total = sum(map(sum, layers.values())) * 2.0 * max(widths, default=0)
         return total
 

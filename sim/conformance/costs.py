@@ -21,7 +21,21 @@ from sim.rewrites.values import groups
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.op import Implementation, Op
-from sim.trace.origin import Along, Encoded, Expr, Fused, Glue, Microbatch, Origin, Packed, Part, Same, Slots, leaves
+from sim.trace.origin import (
+    Along,
+    Encoded,
+    Expr,
+    Fused,
+    Glue,
+    Microbatch,
+    Origin,
+    Packed,
+    Part,
+    Same,
+    Slots,
+    leaves,
+    resolved,
+)
 
 
 def check_costs(run: Replayed) -> None:
@@ -59,7 +73,7 @@ class _Costs:
 
     def __init__(self, run: Replayed, trace: Trace) -> None:
         self.run, self.trace, self.base = run, trace, run.trace
-        self.exprs = Origin.identity(trace).ops
+        self.exprs = [resolved(expr) for expr in Origin.identity(trace).ops]
         self.saves = run.policy.saves
 
     def check(self) -> None:

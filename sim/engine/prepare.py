@@ -215,6 +215,18 @@ class Prepared:
         return found
 
     @cached_property
+    def exchanges_over(self) -> dict[int, Renewal]:
+        """The collectives among symmetric ranks that overwrite what they read in place, as ops of no time."""
+        engine, main, device, replaces = self.engine, self.main, self.device, self.replaces
+        found = dict[int, Renewal]()
+        for op in self.trace.op_columns.ring:
+            pairs = tuple((replaces[new], new) for new in self.writes[op])
+            alone = len(self.groups.get(self.group_of.get(op, ""), ())) == 1 and engine[op] == main[device[op]]
+            if alone and pairs and not self.workspace[op] and all(old >= 0 for old, _ in pairs):
+                found[op] = Renewal(self.reads[op], pairs, 0)
+        return found
+
+    @cached_property
     def _is_special(self) -> NDArray[np.bool_]:
         """Whether each op takes no fixed time on its device's main engine, is in a group, or is a codec."""
         c = self.trace.op_columns
@@ -378,6 +390,12 @@ def _groups(trace: Trace) -> dict[str, tuple[int, ...]]:
             raise TraceError(
                 f"group {name!r} lacks a member: {c.name[members[0]]!r} is alone on its device, "
                 f"and each member needs a device of its own ({len(members)} found)"
+            )
+        rings = {c.ring.get(op) for op in members}
+        if len(members) > 1 and any(ring and (len(rings) > 1 or ring.ranks != len(members)) for ring in rings):
+            raise TraceError(
+                f"group {name!r}: its {len(members)} ops need one and the same ring, of {len(members)} ranks; "
+                f"{c.name[members[0]]!r} has {c.ring.get(members[0])}"
             )
         if ("send" in kinds or "recv" in kinds) and kinds != ["recv", "send"]:
             raise TraceError(f"group {name!r} lacks a member: it joins {', '.join(kinds)}, not one send and one recv")

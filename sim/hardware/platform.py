@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -424,6 +424,13 @@ class Platform:
     @cached_property
     def _paces(self) -> dict[tuple[int, ...], Pace]:
         return {}
+
+    def step_ns(self, hops: Iterable[tuple[str, str]]) -> int:
+        """Fixed ns of a step in which each rank of a ring sends to the next one, the slowest hop's.
+
+        hops: from which tier to which.
+        """
+        return max((self.pace(route).fixed for hop in hops if (route := self.route(*hop))), default=0)
 
     def move_ns(self, bytes: int, source: str, target: str) -> int:
         """Nanoseconds of a copy when nothing else uses its route. Raises ProfileError where there is no route."""

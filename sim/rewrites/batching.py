@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import TraceError
-from sim.rewrites.expert_parallel import ExpertShare
+from sim.rewrites.expert_parallel import expert_share
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.rewrites.slots import owner, weights_of
 from sim.trace.graph import PERSISTENT, Trace
@@ -228,7 +228,8 @@ class _Split:
         self.joining = frozenset(joining)
         self.joined = {t: whole for op in joining for t, whole in zip(trace.reads(op), trace.writes(op), strict=True)}
         self.ranks, self.dealt = ranks, dealt and (ranks > 1 or bool(joining))
-        self.experts = ExpertShare(trace, experts, rows) if experts > 1 else None
+        self.experts = expert_share(trace, experts, rows) if experts > 1 else None
+        self.ops_elsewhere = self.experts.ops_elsewhere if self.experts is not None else frozenset[int]()
         self.members, self.groups = experts, ranks // experts
         self.total = n * self.groups
         self.summed_by_once = {t for op in once for t in trace.reads(op)}
@@ -279,11 +280,12 @@ class _Split:
             k += 1
         self._concatenate()
         trace, whole = self.trace, self.whole
+        elsewhere = self.experts.elsewhere if self.experts is not None else frozenset[int]()
         for t in [*trace.outputs, *(t for pair in trace.carry for t in pair)]:
-            if t not in whole:  # exists from the start and is kept unchanged
+            if t not in whole and t not in elsewhere:  # exists from the start and is kept unchanged
                 whole[t] = self._whole_tensor(self.tensors[t])
-        carry = [(whole[a], whole[b]) for a, b in trace.carry]
-        outputs = [whole[t] for t in trace.outputs]
+        carry = [(whole[a], whole[b]) for a, b in trace.carry if b not in elsewhere]
+        outputs = [whole[t] for t in trace.outputs if t not in elsewhere]
         which: dict[str, Any] = {"ranks": self.ranks, "dealt": self.dealt, "experts": self.members}
         return self.new.build(outputs=outputs, carry=carry, **which), self.which
 
@@ -293,6 +295,8 @@ class _Split:
         self.exchanged.clear()
         number = 0
         for op in self.ops:
+            if op.id in self.ops_elsewhere:
+                continue
             if self.reduced and (
                 not self.splits[op.id]
                 or self.buckets.ends(self.reduced[-1][1], op)
@@ -357,7 +361,7 @@ class _Split:
         if self.experts is None or op.id not in self.experts.ops:
             self.new.op(op, **changes)
             return
-        self.new.op(op, self.experts.claim(Same(op.id)), **{**self.experts.undivided(op), **changes})
+        self.new.op(op, self.experts.claim_op(Same(op.id)), **{**self.experts.undivided(op), **changes})
 
     def place(self, t: Tensor, k: int) -> int:
         """The id that a tensor has in microbatch k."""
@@ -456,16 +460,21 @@ class _Split:
         """Send each row of a tensor to the rank of its expert, or back, among the ranks that divide the experts."""
         assert self.experts is not None
         to_experts = op.id in self.experts.ops
-        source, size = self.place(t, k), self.new.builder.bytes_of
+        going, arriving = self.experts.together(t.id, to_experts)
+        sources, size = [self.place(self.tensors[each], k) for each in going], self.new.builder.bytes_of
         name = f"{t.name}.all_to_all.mb{k}"
-        saved = self.experts.saved_for(t, to_experts)
-        other = self._in_form(t, k, to_experts, name=f"{name}.out", replaces=None, saved_for=saved)
-        self.exchanged[t.id] = other
+        for each in arriving:
+            saved = self.experts.saved_for(self.tensors[each], to_experts)
+            new = f"{self.tensors[each].name}.all_to_all.mb{k}.out"
+            self.exchanged[each] = self._in_form(
+                self.tensors[each], k, to_experts, name=new, replaces=None, saved_for=saved
+            )
+        others = [self.exchanged[each] for each in arriving]
         # the rank with the most rows sends (or receives) most, and the others wait for it
-        moved = size(other if to_experts else source) if self.rows[t.id] else t.bytes
+        moved = sum(map(size, others if to_experts else sources)) if self.rows[t.id] else t.bytes
         ring, producer = Ring("expert", self.members, 1), self.ops[int(self.trace.producer[t.id])]
         fields = {"phase": op.phase, "layer": op.layer, "device": op.device, "dtype": t.dtype, "group": name}
-        self.new.glue(name, "collective", [source], [other], bytes=sent(moved, ring), ring=ring, **fields)
+        self.new.glue(name, "collective", sources, others, bytes=sent(moved, ring), ring=ring, **fields)
         self.which.append((producer.id, k))
 
     def _in_microbatch(self, op: Op, k: int) -> None:
@@ -490,7 +499,7 @@ class _Split:
             if by_expert:
                 assert self.experts is not None
                 touched = sum(map(self.new.builder.bytes_of, (*reads, *writes)))
-                stands_for, share = self.experts.claim(of_group), self.experts.share(op, share, touched)
+                stands_for, share = self.experts.claim_op(of_group), self.experts.share(op, share, touched)
             new = self.new.op(op, stands_for, reads=reads, writes=writes, name=name, group=group, **share)
             if not by_expert and op.counted is None and op.id not in self.renewing:
                 self.like_op[op.id] = new
@@ -530,7 +539,7 @@ class _Split:
         if by_expert:
             assert self.experts is not None
             touched = sum(map(self.new.builder.bytes_of, (*reads, grown)))
-            stands_for, share = self.experts.claim(of_group), self.experts.share(op, share, touched)
+            stands_for, share = self.experts.claim_op(of_group), self.experts.share(op, share, touched)
         if share["bytes"] is not None:
             share["bytes"] += self.new.builder.bytes_of(grown)
         reads = [*reads, self.sums[t]]

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from sim.rewrites.dimensions import dimensions, operands
 from sim.rewrites.experts import APART, EXPERTS, is_of_experts, row_span
+from sim.rewrites.experts_in_turn import ExpertTurns, experts_in_turn
 from sim.rewrites.rewriter import noted, slice_of
 from sim.rewrites.slots import split_updates
 from sim.trace.graph import Trace
@@ -38,7 +39,9 @@ from sim.trace.tensor import Tensor
 
 
 def experts_apart(trace: Trace) -> Trace:
-    """The trace with updates of experts in ops of their own."""
+    """The trace with updates of experts in ops of their own; where they run one after another, see `in_order`."""
+    if experts_in_turn(trace):
+        return trace
     return noted(split_updates(trace, lambda slot: int(is_of_experts(trace, slot.parameter))), **{APART: True})
 
 
@@ -52,10 +55,18 @@ class ExpertShare:
         self.trace, self.ranks, self.rows = trace, ranks, rows
         dims = dimensions(trace)
         self.ops, self.has, self.family = dims.of_experts, dims.has[EXPERTS], dims.family
+        self.ops_elsewhere = self.elsewhere = frozenset[int]()
 
     def claim(self, of: Expr) -> Along:
-        """This rank's experts of a tensor or an op."""
+        """This rank's experts of a tensor."""
         return Along(of, EXPERTS, 0, 1, self.ranks)
+
+    claim_op = claim
+    """The same of an op."""
+
+    def together(self, t: int, to_experts: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tensors that are sent together with one, to the experts or back, and those that arrive."""
+        return (t,), (t,)
 
     def crosses(self, t: int, op: Op) -> bool:
         """Whether an op needs a tensor on another rank than its producer wrote it: at the tokens', or the experts'."""
@@ -113,4 +124,9 @@ class ExpertShare:
         }
 
 
-__all__ = ["ExpertShare", "experts_apart"]
+def expert_share(trace: Trace, ranks: int, rows: NDArray[np.bool_]) -> ExpertShare | ExpertTurns:
+    """What the first of so many ranks has of the experts of a trace."""
+    return (ExpertTurns if experts_in_turn(trace) else ExpertShare)(trace, ranks, rows)
+
+
+__all__ = ["ExpertShare", "expert_share", "experts_apart"]

@@ -17,6 +17,7 @@ import numpy as np
 from sim.trace.graph import Trace
 from sim.trace.origin import (
     Along,
+    Chosen,
     Encoded,
     Expr,
     Glue,
@@ -194,6 +195,8 @@ def _turn(expr: Expr) -> Turn:
                 expr, batch = of, (first, stop, count)
             case Part(of) | Along(of) | Rowwise(of) | Encoded(of) | Lossy(of):
                 expr = of
+            case Chosen():
+                expr = expr.of
             case Packed(parts):
                 expr = next((part for part in parts if part is not None), Glue())
             case Same(_, iteration):

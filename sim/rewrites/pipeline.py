@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from sim.errors import TraceError
 from sim.rewrites.batching import batched, split_batch_ops
 from sim.rewrites.rewriter import Rewriter
 from sim.rewrites.schedules import DIVIDED, SCHEDULES, Unit, device_of, unit_orders
-from sim.rewrites.slots import Slot, split_updates
+from sim.rewrites.slots import Slot, initial_weights, parameters_of, split_updates
 from sim.rewrites.steps import Version, consecutive_steps, updated
 from sim.trace.columns import slots_of
 from sim.trace.graph import PERSISTENT, Trace
@@ -44,16 +44,16 @@ def pipeline(
 
     Updates come last. Ops of no layer are assigned by position: before the first layer to stage 0, after the last one
     to the last stage, mirrored in backward; updates run where their weight is read first. An op that updates the
-    weights of several stages is divided by parameter. A tensor that another stage reads is sent as soon as it is
-    produced, and received into space that the reading stage takes one unit (forward, backward) before the one that
-    needs it (ops `send` and `recv` in one group), so that bytes arrive beside what runs before; later readers there use
-    the received copy. An input that several stages read is present on each, and what is computed of inputs and
-    constants alone (rotary tables, masks, positions; `computed_anywhere`) each stage computes itself in the unit that
-    first reads it, as in Megatron-LM and wherever a stage is a module of its own. A weight of two stages (tied
-    embeddings) is kept and updated on the stage that reads it first, and sent once per iteration; each of the two sums
-    its part of the gradient over the microbatches, and the other one's sum is sent back, once, as Megatron-LM reduces
-    the embedding's gradients after the last microbatch. With `dealt`, or experts divided among replicas, it is sent per
-    microbatch.
+    weights of several stages is divided by parameter, and updates that need each other's results run in rounds. A
+    tensor that another stage reads is sent as soon as it is produced, and received into space that the reading stage
+    takes one unit (forward, backward) before the one that needs it (ops `send` and `recv` in one group), so that bytes
+    arrive beside what runs before; later readers there use the received copy. An input that several stages read is
+    present on each, and what is computed of inputs and constants alone (rotary tables, masks, positions;
+    `computed_anywhere`) each stage computes itself in the unit that first reads it, as in Megatron-LM and wherever a
+    stage is a module of its own. A weight of two stages (tied embeddings) is kept and updated on the stage that reads
+    it first, and sent once per iteration; each of the two sums its part of the gradient over the microbatches, and the
+    other one's sum is sent back, once, as Megatron-LM reduces the embedding's gradients after the last microbatch. With
+    `dealt`, or experts divided among replicas, it is sent per microbatch.
 
     Under `pipedream` each microbatch is a step of its own, see `sim.rewrites.steps`: an update follows its backward,
     and on stage s of S the forward of a later one runs on weights that are S - 1 - s updates old, which are kept for
@@ -101,6 +101,8 @@ def pipeline(
     part = [base_part[op] for op, _ in which]
     later = weight_gradients(trace) if schedule in DIVIDED else frozenset()
     units = _units(split, which, part, later, schedule == "pipedream")
+    if schedule != "pipedream":
+        orders = [_with_rounds(own, units) for own in orders]
     order = _order(split, units, [[unit for unit in own if unit in units] for own in orders])
     device = [device_of(q, stages, schedule) for q in range(parts)]
     return _Stages(split, part, order, device, versions).build()
@@ -131,7 +133,7 @@ def _behind(trace: Trace, part: Sequence[int], stages: int) -> list[int]:
 def _updates_by_part(trace: Trace, table: Mapping[int, int], parts: int) -> Trace:
     """The trace with an op of the update per part of the model, where one updates weights of several."""
     part = parts_of(trace, table, parts)
-    initial = {name: t for t, name in enumerate(trace.tensor_columns.name) if trace.producer[t] < 0}
+    initial = initial_weights(trace)
 
     def part_of(slot: Slot) -> int:
         return max(_first_part(trace, initial[slot.parameter], part), 0)
@@ -252,7 +254,14 @@ def _part_of_update(trace: Trace, op: int, part: Sequence[int]) -> int:
     readers = [_first_part(trace, t, part) for t in trace.reads(op)]
     producers = [part[int(trace.producer[t])] for t in trace.reads(op) if 0 <= trace.producer[t] < len(part)]
     weights = [s for t, s in zip(trace.reads(op), readers, strict=True) if trace.tensor_columns.role[t] in PERSISTENT]
-    return next((s for s in (*weights, *producers, *readers) if s >= 0), 0)
+    of_updated = (_first_part(trace, t, part) for t in _updated_by(trace, op))
+    return next((s for s in (*weights, *of_updated, *producers, *readers) if s >= 0), 0)
+
+
+def _updated_by(trace: Trace, op: int) -> list[int]:
+    """The weights whose update an op of the optimizer is a step of, though it may read states or gradients alone."""
+    initial, of = initial_weights(trace), parameters_of(trace)
+    return [initial[name] for t in trace.reads(op) if (name := of[t]) is not None]
 
 
 def _units(
@@ -260,20 +269,37 @@ def _units(
 ) -> dict[Unit, list[int]]:
     """The ops of each unit, in order.
 
+    An update for which stages need each other's results, as a gradient's norm over all of them, is done in rounds, each
+    a unit of its own: an op comes a round after what another part of the model has to send it.
+
     later: ops of the base that are units of their own, after their backward.
     steps: whether each microbatch has an update of its own.
     """
     units: dict[Unit, list[int]] = {}
     delayed: set[int] = set()  # of those units, with what sums their results
     phases, producer = trace.op_columns.phase.tolist(), trace.producer.tolist()
+    rounds: dict[int, int] = {}  # of the ops of the update
     for op, (old, k) in enumerate(which):
         phase = PHASES[phases[op]]
+        if phase == "update" and not steps:
+            before = (producer[t] for t in trace.reads(op) if producer[t] in rounds)
+            k = rounds[op] = max((rounds[made] + (part[made] != part[op]) for made in before), default=0)
         follows = bool(delayed) and phase == "backward" and any(producer[t] in delayed for t in trace.reads(op))
         if old in later or follows:
             delayed.add(op)
             phase = "weight"
-        units.setdefault((part[op], phase, 0 if phase == "update" and not steps else k), []).append(op)
+        units.setdefault((part[op], phase, k), []).append(op)
     return units
+
+
+def _with_rounds(order: Sequence[Unit], units: Collection[Unit]) -> list[Unit]:
+    """The units of a device with all rounds of the update at their end, in each those of its parts in turn."""
+    rounds = 1 + max((k for _, phase, k in units if phase == "update"), default=0)
+    updates = [unit for unit in order if unit[1] == "update"]
+    return [
+        *(unit for unit in order if unit not in updates),
+        *((q, u, k) for k in range(rounds) for q, u, _ in updates),
+    ]
 
 
 def _order(trace: Trace, units: dict[Unit, list[int]], lists: list[list[Unit]]) -> list[tuple[Unit, list[int]]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from sim.rewrites.experts import EXPERTS, is_of_weight, row_span
+from sim.rewrites.experts_in_turn import OF_ONE, of_weight_in_turn, places
 from sim.rewrites.holding import carry_releases, has_points
 from sim.rewrites.rewriter import slice_of
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.op import Op
-from sim.trace.origin import Along, Expr, Microbatch, Origin, Same
+from sim.trace.origin import Along, Chosen, Expr, Microbatch, Origin, Same
 from sim.trace.tensor import Tensor
 
 
@@ -18,9 +19,10 @@ def all_ranks(trace: Trace) -> Trace:
     """The same work with all ranks in one trace: of d replicas of c parts of the tokens and t ranks each, rank k of
     part j of replica r of stage s on device ((s d + r) c + j) t + k.
 
-    A collective becomes groups with a member per rank that it joins. This trace has as many times more ops; it shows
-    what a layout leaves out, since the law checks it without any assumption about symmetry. The trace itself is
-    returned where it stands for itself alone. Ranks that divide experts have as many rows as these are routed.
+    A collective becomes groups with a member per rank that it joins, which exchange what the one op says. This trace
+    has as many times more ops; it shows what a layout leaves out, since the law checks it without any assumption about
+    symmetry. The trace itself is returned where it stands for itself alone. Ranks that divide experts have as many rows
+    as these are routed.
 
     trace: of one rank.
     """
@@ -55,7 +57,6 @@ def all_ranks(trace: Trace) -> Trace:
                 writes=[ids[t][r] for t in op.writes],
                 device=op.device * ranks + r,
                 group=_group(op, r, origin),
-                ring=None,
                 releases=(),
             )
     whole = Origin(
@@ -99,6 +100,8 @@ def _of_experts(trace: Trace, expr: Expr, of: Tensor | Op, amount: int, rank: in
     origin = trace.origin
     assert origin is not None
     member = _position(origin, rank)[0] % origin.experts
+    if member and isinstance(expr, Chosen):
+        return _of_other_expert(trace, expr, of, amount, member)
     by_rows = isinstance(expr, Along) and expr.dimension == EXPERTS and isinstance(expr.of, Microbatch)
     if not member or not by_rows:
         return amount
@@ -107,6 +110,18 @@ def _of_experts(trace: Trace, expr: Expr, of: Tensor | Op, amount: int, rank: in
     (_, first, total), (start, stop, _) = (row_span(trace, of.layer, r, r + 1, origin.experts) for r in (0, member))
     whole = -(-amount * total // max(first, 1))
     return slice_of(whole, start, stop, total)
+
+
+def _of_other_expert(trace: Trace, expr: Chosen, of: Tensor | Op, amount: int, member: int) -> int:
+    """The same of experts that run one after another: in proportion to the rows of each rank's expert in one place."""
+    named = OF_ONE.fullmatch(of.name)
+    if named is None or not isinstance(expr.of, Microbatch) or (isinstance(of, Tensor) and of_weight_in_turn(of.name)):
+        return amount
+    loads: list[int] = trace.meta["expert_loads"][0][named[2]]
+    expert = int(named[3])
+    by_place = {place: k for k, place in places(loads, len(expr.parts)).items()}
+    rank, place = places(loads, len(expr.parts))[expert]
+    return -(-amount * loads[by_place[rank + member, place]] // loads[expert])
 
 
 def _of_rank(origin: Origin, expr: Expr, rank: int) -> Expr:

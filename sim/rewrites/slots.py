@@ -1,14 +1,20 @@
 """The parameters that one op of the optimizer updates, and the rewrite that gives each part of them an op of its own.
 
 A kernel that updates several parameters together is, in values, one update per parameter: a *slot*. Which tensors
-belong to which slot their names tell: those of parameter `w` are `w`, `w.grad`, `w.m`, `w.m.new`, …. An operand of no
-parameter's name, or one that lies in another parameter's storage, means that the op cannot be divided.
+belong to which slot their names tell: those of parameter `w` are `w`, `w.grad`, `w.m`, `w.m.new`, …. What the update
+only computes on the way has no parameter's name (the denominators of PyTorch's foreach kernels, as they are captured):
+it belongs to the parameter of the storage that it lies in; else an op that reads operands of n parameters and writes n
+such results writes them in the order of these, each in the shape of an operand or as a scalar. A scalar of no parameter
+(a factor that clips gradients) is read by all slots. Any other operand of no parameter, or one that lies in another
+parameter's storage, means that the op cannot be divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Set
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.trace.graph import Trace
@@ -25,9 +31,11 @@ class Slot:
     """One parameter of an op of the optimizer, with the op's operands that belong to it, by id.
 
     parameter: name of the weight.
+    shared: scalars that all slots of the op read, the same list in each.
     """
 
     parameter: str
+    shared: list[int] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
 
@@ -36,28 +44,61 @@ def slots_of(trace: Trace, op: int) -> list[Slot]:
     """The slots of an op in the order of its operands; [] where it cannot be divided into any."""
     if trace.op_columns.kind[op] != OPTIMIZER:
         return []
-    weights = weights_of(trace)
-    names, replaces = trace.tensor_columns.name, trace.tensor_columns.replaces
+    parameters, replaces = parameters_of(trace), trace.tensor_columns.replaces
     slots: dict[str, Slot] = {}
+    shared: list[int] = []
     for which, ids in (("reads", trace.reads(op)), ("writes", trace.writes(op))):
         for t in ids:
-            parameter = owner(names[t], weights)
-            old = int(replaces[t])
-            if parameter is None or (which == "writes" and old >= 0 and owner(names[old], weights) != parameter):
+            parameter, old = parameters[t], int(replaces[t])
+            if parameter is None and which == "reads" and trace.tensor_columns.shape.get(t) == ():
+                shared.append(t)
+                continue
+            if parameter is None or (which == "writes" and old >= 0 and parameters[old] != parameter):
                 return []
-            getattr(slots.setdefault(parameter, Slot(parameter)), which).append(t)
+            getattr(slots.setdefault(parameter, Slot(parameter, shared)), which).append(t)
     return list(slots.values())
 
 
-def weights_of(trace: Trace) -> frozenset[str]:
-    """Names of all weights that exist from the start."""
+def parameters_of(trace: Trace) -> tuple[str | None, ...]:
+    """Per tensor the parameter whose update it belongs to, None where it belongs to none that is known."""
 
-    def find() -> frozenset[str]:
+    def find() -> tuple[str | None, ...]:
+        weights, columns = weights_of(trace), trace.tensor_columns
+        found = [owner(name, weights) for name in columns.name]
+        for op in np.flatnonzero(trace.op_columns.kind == OPTIMIZER).tolist():
+            unnamed = [t for t in trace.writes(op) if found[t] is None]
+            for t in unnamed:
+                if columns.replaces[t] >= 0:
+                    found[t] = found[columns.replaces[t]]
+            unnamed = [t for t in unnamed if found[t] is None]
+            shapes: dict[str | None, set[tuple[int, ...] | None]] = {}
+            for t in trace.reads(op) if unnamed else ():
+                if found[t] is not None or columns.shape.get(t) != ():
+                    shapes.setdefault(found[t], {()}).add(columns.shape.get(t))
+            if None not in shapes and len(shapes) == len(unnamed):
+                in_order = dict(zip(unnamed, shapes, strict=True))
+                if all(columns.shape.get(t) in shapes[parameter] for t, parameter in in_order.items()):
+                    for t, parameter in in_order.items():
+                        found[t] = parameter
+        return tuple(found)
+
+    return kept(trace, "parameters", "", find)
+
+
+def initial_weights(trace: Trace) -> Mapping[str, int]:
+    """All weights that exist from the start, by name."""
+
+    def find() -> Mapping[str, int]:
         columns = trace.tensor_columns
-        initial = (trace.producer < 0) & (columns.role == WEIGHT)
-        return frozenset(name for name, is_one in zip(columns.name, initial.tolist(), strict=True) if is_one)
+        initial = np.flatnonzero((trace.producer < 0) & (columns.role == WEIGHT)).tolist()
+        return {columns.name[t]: t for t in initial}
 
-    return kept(trace, "weight_names", "", find)
+    return kept(trace, "initial_weights", "", find)
+
+
+def weights_of(trace: Trace) -> Set[str]:
+    """Names of all weights that exist from the start."""
+    return initial_weights(trace).keys()
 
 
 def owner(name: str, weights: Container[str]) -> str | None:
@@ -105,7 +146,7 @@ def split_updates(trace: Trace, part_of: Callable[[Slot], int]) -> Trace:
                 op,
                 Slots(Same(op.id), tuple(members), len(own)),
                 name=f"{op.name}.{k}",
-                reads=[ids[t] for m in members for t in own[m].reads],
+                reads=[ids[t] for t in (*(t for m in members for t in own[m].reads), *own[0].shared)],
                 writes=[ids[t] for m in members for t in own[m].writes],
                 flops=slice_of(op.flops, start, done, total),
                 bytes=None if op.bytes is None else slice_of(op.bytes, start, done, total),

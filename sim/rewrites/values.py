@@ -68,6 +68,7 @@ from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import KINDS, PHASE_CODE
 from sim.trace.origin import (
     Along,
+    Chosen,
     Encoded,
     Expr,
     Fused,
@@ -83,6 +84,7 @@ from sim.trace.origin import (
     has_experts,
     leaves,
     map_leaves,
+    resolved,
 )
 from sim.trace.tensor import ROLES, Tensor
 
@@ -223,7 +225,7 @@ def approximate(trace: Trace) -> tuple[str, ...]:
 
 class _Check:
     def __init__(self, trace: Trace, base: Trace, origin: Origin) -> None:
-        self.trace, self.base, self.origin = trace, base, origin
+        self.trace, self.base, self.origin, self.of_ops = trace, base, origin, origin.ops
         self.own = own_ops(base)
         self.rows, self.by_batch = batched(base), batch_ops(base) | self.own
         self.versions = {t: old for old, t in renewed(base, self.own).items()}
@@ -240,6 +242,10 @@ class _Check:
             self.claims: Sequence[Expr] = origin.tensors
         else:
             self.claims = [map_leaves(expr, self.settle) for expr in origin.tensors]
+        self.of_tensors = self.claims
+        if any(isinstance(_inmost(expr), Chosen) for expr in origin.tensors):
+            self.claims = [resolved(expr) for expr in self.claims]
+            self.origin = replace(origin, tensors=self.claims, ops=[resolved(expr) for expr in origin.ops])
         self.done: dict[Same, Fraction | int] = {}
         self.departures: list[Departure] = []
 
@@ -271,13 +277,14 @@ class _Check:
         self.check_formats()
         self.check_roles()
         self.check_in_place()
+        self.check_experts()
         members = groups(trace)
         for op, expr in enumerate(self.origin.ops):
             group = trace.op_columns.group.get(op)
             readers = members[group] if group and isinstance(expr, Glue) else [op]
             claims = [self.claims[t] for member in readers for t in trace.reads(member)]
-            if op in trace.op_columns.ring and isinstance(expr, Glue):
-                claims = self.of_all_ranks(op, claims)
+            if op in trace.op_columns.ring and len(readers) == 1 and isinstance(expr, Glue):
+                claims = self.of_all_ranks(op, (self.of_tensors[t] for t in trace.reads(op)))
             self.check_op(op, expr, claims)
         self.check_coverage()
         self.check_ends()
@@ -299,7 +306,7 @@ class _Check:
         every = list(claims)
         for axis in (ring.axis,) if ring is not None else ranks:
             every = [self.origin.of_rank(claim, r, axis) for claim in every for r in range(ranks[axis])]
-        return every
+        return every if self.of_tensors is self.claims else [resolved(claim) for claim in every]
 
     def size(self, expr: Expr | None) -> tuple[int, bool]:
         """The fewest bytes of a tensor with this claim, and whether it must have exactly as many."""
@@ -364,6 +371,42 @@ class _Check:
             if isinstance(claim, Same) and role[t] != of_base[claim.id]:
                 name = self.trace.tensor_columns.name[t]
                 self.report("wrong", "", name, f"tensor {name!r} is {ROLES[role[t]]}, not {ROLES[of_base[claim.id]]}")
+
+    def check_experts(self) -> None:
+        """What other ranks do with their experts is what this one does with its own: each op, on the same operands."""
+        other: dict[tuple[int, int], int] = {}
+        for expr in self.of_tensors:
+            for r, mine, leaf in _of_others(expr):
+                if other.setdefault((r, mine.id), leaf.id) != leaf.id:
+                    name, names = self.trace.tensor_columns.name, self.base.tensor_columns.name
+                    text = f"{names[mine.id]!r} is said to be {names[leaf.id]!r} and another tensor on rank {r}"
+                    self.report("wrong", "", name[0], text)
+        for op, expr in enumerate(self.of_ops):
+            if not isinstance(chosen := _inmost(expr), Chosen):
+                continue
+            own = self.operands(chosen.of)
+            for r, part in enumerate(chosen.parts):
+                theirs = self.operands(part)
+                if theirs != [other.get((r, t), t) for t in own]:
+                    name = self.trace.op_columns.name[op]
+                    self.report("wrong", name, "", f"op {name!r} has other operands on rank {r} of the experts")
+
+    def operands(self, expr: Expr) -> list[int]:
+        """The tensors of the base that an op of it reads and writes, or some slots of one."""
+        while isinstance(expr, Part | Microbatch | Along):
+            expr = expr.of
+        if isinstance(expr, Fused):
+            return [t for part in expr.parts for t in self.operands(part)]
+        if not isinstance(expr, Slots):
+            return [t for leaf in leaves(expr) for t in (*self.base.reads(leaf.id), *self.base.writes(leaf.id))]
+        slots = slots_of(self.base, leaves(expr)[0].id)
+        return [t for k in expr.slots if k < len(slots) for t in (*slots[k].reads, *slots[k].writes)]
+
+    def of_other_experts(self, op: int, leaf: Same) -> list[Same]:
+        """The ops of the base that other ranks run for their experts where this one runs `leaf` for its own."""
+        if self.origin.experts == 1:
+            return []
+        return [theirs for _, mine, theirs in _of_others(self.of_ops[op]) if mine == leaf]
 
     def check_in_place(self) -> None:
         """An op that stands for base ops must take over the storage that they take over, and no other."""
@@ -579,7 +622,7 @@ class _Check:
             )
             return set()
         own = [slots[k] for k in expr.slots]
-        reads = {t for slot in own for t in slot.reads}
+        reads = {t for slot in own for t in (*slot.reads, *slot.shared)}
         share = share * len(own) / expr.count
         results = self.base_results(op, leaf, have, claims, share, reads)
         return results & {Same(t, leaf.iteration) for slot in own for t in slot.writes}
@@ -611,17 +654,18 @@ class _Check:
             if not possible:
                 self.report("wrong", name, "", f"op {name!r}: {b.name[leaf.id]!r} may not be split {way}")
             enclosing = enclosing.of
-        share = share * self.times_done(self.origin.ops[op])
+        share = share * self.times_done(self.of_ops[op])
         if self.own[leaf.id] and self.is_of_some(self.origin.ops[op]):
             text = f"op {name!r} has statistics of {self.say(self.origin.ops[op], b.name)} alone"
             self.report("own", name, "", text)
         done = Same(leaf.id, leaf.iteration)
-        self.done[done] = self.done.get(done, 0) + (1 if share == 1 else share)
+        for each in (done, *self.of_other_experts(op, done)):
+            self.done[each] = self.done.get(each, 0) + (1 if share == 1 else share)
         suffices = self.sufficient(leaf, have)
         shares = {_inside(x) for x in have if isinstance(x, Along)}
         used = operands(self.dims.ops[leaf.id]) if shares else ()
         held: set[int] = set()
-        if has_experts(self.origin.ops[op]):  # which may be rows of the tokens' rank
+        if has_experts(self.of_ops[op]):  # which may be rows of the tokens' rank
             held = set(base.reads(leaf.id)).difference(operands(self.dims.ops[leaf.id]))
         for t in base.reads(leaf.id):
             if t in suffices or (shares and t not in used and Same(t, leaf.iteration) in shares):
@@ -647,6 +691,8 @@ class _Check:
         """How many of the symmetric ranks do as much on other parts of the batch or of the weights."""
         origin, times = self.origin, self.origin.context if self.is_part_of_tokens_rank(expr) else 1
         for axis, ranks in (("expert", origin.experts), ("expert_data", origin.ranks // origin.experts)):
+            if axis == "expert" and isinstance(_inmost(expr), Chosen):
+                continue  # they do the same for other experts, see `of_other_experts`
             if ranks > 1 and origin.of_rank(expr, 1, axis) != expr:
                 times *= ranks
         return times
@@ -812,7 +858,7 @@ class _Check:
 
     def check_ends(self) -> None:
         base, last = self.base, self.origin.iterations - 1
-        ends = self.of_all_ranks(-1, (self.claims[t] for t in self.trace.outputs))
+        ends = self.of_all_ranks(-1, (self.of_tensors[t] for t in self.trace.outputs))
         have = self.closure(ends, glue=True, adds=False)
         for t in base.outputs:
             if self.settle(Same(t, last)) not in have:
@@ -831,7 +877,10 @@ class _Check:
             if self.claims[end] != wanted and not _fills(self.claims[end], wanted):
                 name = self.trace.tensor_columns.name[end]
                 self.report("wrong", "", name, f"carry: {name!r} is not what the next iteration starts with")
-        starts = {leaf.id for _, first in self.trace.carry for leaf in leaves(self.claims[first])}
+        first_of_all = [self.of_tensors[first] for _, first in self.trace.carry]
+        if self.of_tensors is not self.claims:
+            first_of_all = self.of_all_ranks(-1, first_of_all)
+        starts = {leaf.id for claim in first_of_all for leaf in leaves(claim)}
         for _, first in base.carry:
             if first not in starts:
                 name = base.tensor_columns.name[first]
@@ -850,6 +899,23 @@ class _Check:
 
     def report(self, what: str, op: str, tensor: str, text: str) -> None:
         self.departures.append(Departure(what, op, tensor, text))
+
+
+def _inmost(expr: Expr) -> Expr:
+    """What of which parts have been taken, down to what differs from rank to rank of the experts."""
+    while isinstance(expr, Part | Microbatch | Along):
+        expr = expr.of
+    return expr
+
+
+def _of_others(expr: Expr) -> list[tuple[int, Same, Same]]:
+    """Of what differs from rank to rank of the experts: each other rank, and pairs of this one's leaves and its."""
+    chosen = _inmost(expr)
+    if not isinstance(chosen, Chosen):
+        return []
+    own = leaves(chosen.of)
+    others = [(r, part) for r, part in enumerate(chosen.parts) if r != chosen.which]
+    return [(r, *pair) for r, part in others for pair in zip(own, leaves(part), strict=True)]
 
 
 def _inside(expr: Expr) -> Expr:

@@ -83,7 +83,7 @@ class Implementation:
 
 
 class Ring(NamedTuple):
-    """What a collective among symmetric ranks exchanges, of which its op is one and stands for all.
+    """How the ranks of a collective exchange what they do.
 
     axis: one of `AXES`: which ranks.
     ranks: how many, the own one included.
@@ -93,6 +93,12 @@ class Ring(NamedTuple):
     axis: str
     ranks: int
     passes: int
+
+    @property
+    def steps(self) -> int:
+        """How many transfers a rank makes one after the other: of a pass one to each other rank of the ring in turn,
+        or a single one where it sends to all at once, or to its neighbour alone."""
+        return self.passes * (1 if self.axis in ("expert", "neighbour") else self.ranks - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,8 @@ class Op:
     views: for each result, the position in `reads` of the tensor whose storage it shares, -1 for its own; () where all
         have. A view has no bytes, and whoever reads it reads that tensor, too.
     function: one of `FUNCTIONS`, "" where it is none of them or not known.
-    ring: of a collective whose other members are not in the trace, since they do the same on other parts: who they are.
+    ring: of a collective how its ranks exchange. Where its group has no other members, they do the same on other parts
+        and are not in the trace; else all are, as many as the ring has ranks.
     """
 
     id: int

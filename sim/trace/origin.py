@@ -11,6 +11,8 @@ the ids of the base trace:
     Along(of, dimension, first, stop, n)  its share along a dimension (`sim.rewrites.dimensions`): those elements
                                       where it has the dimension, a term of the sum where it was summed
     Rowwise(of)                       what its rows need to know of all their columns, such as their maximum
+    Chosen((a, b, …), which)          one of several tensors or ops, of which each rank that divides the experts has the
+                                      one of its number: a's, b's, … expert has the same place on its rank
     Packed((a, b, None, …))           several tensors in one storage; None is a slot not yet filled
     Encoded(of, codec, lossless)      its encoding by a codec
     Lossy(of, codec)                  its reconstruction by a lossy codec
@@ -79,6 +81,19 @@ class Along(Pickled):
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen(Pickled):
+    """One of several tensors or ops, of which each rank that divides the experts has the one of its number."""
+
+    parts: tuple[Expr, ...]
+    which: int
+
+    @property
+    def of(self) -> Expr:
+        """The one that this rank has."""
+        return self.parts[self.which]
+
+
+@dataclass(frozen=True, slots=True)
 class Rowwise(Pickled):
     """What each row of a tensor needs to know of all its columns: maximum, sum of exponentials, the label's entry."""
 
@@ -140,7 +155,7 @@ OF_CONTEXT = ("context", "queries")
 KEPT = 50_000
 _same: tuple[Same, ...] = ()
 
-Expr: TypeAlias = Same | Part | Microbatch | Along | Rowwise | Packed | Encoded | Lossy | Fused | Slots | Glue
+Expr: TypeAlias = Same | Part | Microbatch | Along | Chosen | Rowwise | Packed | Encoded | Lossy | Fused | Slots | Glue
 
 
 _SHARES = Part, Microbatch
@@ -164,6 +179,9 @@ def map_leaves(expr: Expr, change: Callable[[Same], Expr]) -> Expr:
         return Packed(tuple(None if part is None else map_leaves(part, change) for part in expr.parts))
     if isinstance(expr, Fused):
         return Fused(tuple(map_leaves(part, change) for part in expr.parts))
+    if isinstance(expr, Chosen):
+        parts = tuple(map_leaves(part, change) for part in expr.parts)
+        return parts[0] if isinstance(parts[0], Glue) else Chosen(parts, expr.which)
     if isinstance(expr, Encoded):
         return Encoded(map_leaves(expr.of, change), expr.codec, expr.lossless)
     if isinstance(expr, Lossy):
@@ -188,6 +206,20 @@ def first_same(count: int) -> tuple[Same, ...]:
     if count > len(_same):
         _same = (*_same, *map(Same, range(len(_same), count)))
     return _same[:count]
+
+
+def resolved(expr: Expr) -> Expr:
+    """The expression with what this rank has in place of each `Chosen`."""
+    if isinstance(expr, Chosen):
+        return resolved(expr.of)
+    if isinstance(expr, Packed):
+        return Packed(tuple(None if part is None else resolved(part) for part in expr.parts))
+    if isinstance(expr, Fused):
+        return Fused(tuple(map(resolved, expr.parts)))
+    if isinstance(expr, Same | Glue):
+        return expr
+    inner = resolved(expr.of)
+    return expr if inner is expr.of else replace(expr, of=inner)
 
 
 def leaves(expr: Expr | None) -> list[Same]:
@@ -305,6 +337,8 @@ class Origin:
             return Packed(tuple(None if part is None else self.of_rank(part, rank, axis) for part in expr.parts))
         if isinstance(expr, Fused):
             return Fused(tuple(self.of_rank(part, rank, axis) for part in expr.parts))
+        if isinstance(expr, Chosen):
+            return replace(expr, parts=tuple(self.of_rank(part, rank, axis) for part in expr.parts))
         if isinstance(expr, Same | Glue):
             return expr
         inner = self.of_rank(expr.of, rank, axis)
@@ -328,6 +362,8 @@ class Origin:
             return Packed(tuple(None if part is None else self._of_member(part, group, member) for part in expr.parts))
         if isinstance(expr, Fused):
             return Fused(tuple(self._of_member(part, group, member) for part in expr.parts))
+        if isinstance(expr, Chosen):
+            return Chosen(tuple(self._of_member(part, group, member) for part in expr.parts), expr.which + member)
         if isinstance(expr, Same | Glue):
             return expr
         inner = self._of_member(expr.of, group, member)
@@ -427,6 +463,9 @@ def continued(previous: Expr, last: Expr, count: int) -> list[Expr]:
     """
     if previous == last:
         return [last] * count
+    if isinstance(previous, Chosen) and isinstance(last, Chosen) and len(previous.parts) == len(last.parts):
+        series = [continued(a, b, count) for a, b in zip(previous.parts, last.parts, strict=True)]
+        return [Chosen(parts, last.which) for parts in zip(*series, strict=True)] if all(series) else []
     if isinstance(previous, Along) and isinstance(last, Along) and replace(previous, of=last.of) == last:
         return [replace(last, of=of) for of in continued(previous.of, last.of, count)]
     if not (isinstance(previous, Microbatch) and isinstance(last, Microbatch) and previous.count == last.count):
@@ -439,7 +478,7 @@ def continued(previous: Expr, last: Expr, count: int) -> list[Expr]:
 def has_experts(expr: Expr) -> bool:
     """Whether an expression is of a share of the experts."""
     while not isinstance(expr, Same | Glue | Fused | Packed):
-        if isinstance(expr, Along) and expr.dimension == "experts":
+        if isinstance(expr, Chosen) or (isinstance(expr, Along) and expr.dimension == "experts"):
             return True
         expr = expr.of
     return False
@@ -470,6 +509,8 @@ def to_json(expr: Expr) -> Any:
         return ["along", to_json(expr.of), expr.dimension, expr.first, expr.stop, expr.count]
     if isinstance(expr, Rowwise):
         return ["rowwise", to_json(expr.of)]
+    if isinstance(expr, Chosen):
+        return ["chosen", expr.which, *map(to_json, expr.parts)]
     if isinstance(expr, Slots):
         return ["slots", to_json(expr.of), list(expr.slots), expr.count]
     if isinstance(expr, Packed):
@@ -498,6 +539,8 @@ def from_json(value: Any) -> Expr:
             return Along(from_json(of), dimension, first, stop, count)
         case ["rowwise", of]:
             return Rowwise(from_json(of))
+        case ["chosen", int(which), *parts] if 0 <= which < len(parts):
+            return Chosen(tuple(map(from_json, parts)), which)
         case ["slots", of, [*slots], int(count)] if _are_slots(slots, count):
             return Slots(from_json(of), tuple(slots), count)
         case ["packed", *parts]:

@@ -18,6 +18,7 @@ from sim.errors import TraceError
 from sim.hardware.platform import Engine, Link, Member, Platform, Pool, Tier
 from sim.plan import Action, Change, Drop, Memory, Move, Need, Online, Plan, Recompute, Wait
 from sim.trace import Trace, TraceBuilder
+from sim.trace.op import Ring
 from tests.engine.reference import simulate
 
 GB = 10**9  # at 1 GB/s one byte takes one nanosecond
@@ -231,6 +232,8 @@ class _Growing:
         huge = draw.random() < 0.1
         bytes = draw.choice((None, 40, 0, 100)) if not huge else (4 << 20) * draw.choice((1, 2, 3)) + 5
         priority = draw.choice((0, 0, -1, 1))
+        passes, axis = draw.choice((1, 2)), draw.choice(("data", "data", "expert", "neighbour"))
+        ring = Ring(axis, len(members), passes) if draw.random() < 0.5 else None
         for device in members:
             mine = [t for t in self.current if self.where[t] == device]
             reads = draw.sample(mine, min(len(mine), draw.randint(0, 1)))
@@ -249,6 +252,7 @@ class _Growing:
                 group=f"all{self.count}",
                 priority=priority,
                 bytes=bytes,
+                ring=ring,
             )
 
     def send(self) -> None:

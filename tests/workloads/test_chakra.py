@@ -15,6 +15,7 @@ from sim.errors import TraceError
 from sim.log import WHY
 from sim.plan import Move, Plan, Wait
 from sim.trace import Trace, TraceBuilder
+from sim.trace.op import Ring
 from workloads import load_trace, transformer, w1
 from workloads.exporters.chakra import export_chakra
 from workloads.importers.chakra import read_chakra
@@ -242,7 +243,18 @@ def facts(trace: Trace) -> list[tuple[Any, ...]]:
     for op in trace.ops:
         rows.append(op.views)
         names = [tuple(trace.tensors[t].name for t in ids) for ids in (op.reads, op.writes)]
-        about = op.kind, op.phase, op.layer, op.flops, op.bytes, op.workspace, op.device, op.random, op.duration
+        about = (
+            op.kind,
+            op.phase,
+            op.layer,
+            op.flops,
+            op.bytes,
+            op.workspace,
+            op.device,
+            op.random,
+            op.duration,
+            op.ring,
+        )
         rows.append((op.name, *about, op.dtype, *names))
     for t in sorted(trace.tensors, key=lambda t: t.name):
         old = None if t.replaces is None else trace.tensors[t.replaces].name
@@ -336,12 +348,12 @@ def two_devices() -> Trace:
     b = TraceBuilder({"model": "pair"})
     x = b.tensor("x", 1 << 20, "input")
     y, z = b.tensor("y", 1 << 20), b.tensor("z", 1 << 20)
-    sums = [b.tensor(f"sum{d}", 1 << 20) for d in (0, 1)]
+    sums = [b.tensor(f"sum{d}", 2 << 20) for d in (0, 1)]
     b.op("f", "matmul", reads=[x], writes=[y], flops=10**9, device=0)
     b.op("s", "send", reads=[y], device=0, group="pair")
     b.op("r", "recv", writes=[z], device=1, group="pair")
-    b.op("all_gather0", "collective", reads=[y], writes=[sums[0]], device=0, group="ring")
-    b.op("all_gather1", "collective", reads=[z], writes=[sums[1]], device=1, group="ring")
+    for d, part in enumerate((y, z)):
+        b.op(f"join{d}", "collective", reads=[part], writes=[sums[d]], device=d, group="ring", ring=Ring("data", 2, 1))
     return b.build(outputs=sums)
 
 
@@ -357,6 +369,24 @@ def test_groups_become_communication_nodes_on_each_rank_and_meet_again(tmp_path:
     again = read_chakra(tmp_path / "run", added=False)
     assert facts(again) == facts(log.trace)
     assert simulate(again, platform).log.end == log.end
+
+
+@pytest.mark.parametrize(
+    ("kind", "ring"),
+    [
+        ("ALL_REDUCE", Ring("data", 2, 2)),
+        ("ALL_GATHER", Ring("data", 2, 1)),
+        ("REDUCE_SCATTER", Ring("data", 2, 1)),
+        ("ALL_TO_ALL", Ring("expert", 2, 1)),
+        (None, None),
+    ],
+)
+def test_the_type_of_a_collective_says_how_often_it_goes_round(kind: str | None, ring: Ring | None, tmp_path: Path):
+    about = {} if kind is None else {"comm_type": COLLECTIVES.index(kind)}
+    for rank in range(2):
+        node = {"Id": 1, "Name": "c", "NodeType": 7, "data_deps": [], "comm_size": 30, **about}
+        (tmp_path / f"run.{rank}.et").write_text(json.dumps({"nodes": [node]}))
+    assert [op.ring for op in read_chakra(tmp_path / "run").ops] == [ring, ring]
 
 
 def test_an_unwritable_place_is_an_error_of_the_system_and_leaves_nothing(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ that made the operands available (an op or a load; for a load, the preceding sto
 preceding node on the same engine or link.
 
 The format lacks capacities, the release of memory, and times below a microsecond; the attribute `duration_ns` has the
-exact nanoseconds. A trace does not record the type of a collective: `comm_type` is ALL_REDUCE unless the op's name
-implies another. Attributes that other tools do not know (`op`, `why`, `kind`, `phase`, …) and a table of tensors in the
-head let `workloads.importers.chakra` rebuild the trace. A view (`Op.views`) has the storage of the tensor in which it
-lies, as in PyTorch's execution traces. Alternatives, splits, release points, and engines other than the device's main
-one are not written.
+exact nanoseconds. A trace records how often a collective goes round its ring, not its type: `comm_type` follows from
+that, and is ALL_REDUCE where it is not known, unless the op's name implies another. Attributes that other tools do not
+know (`op`, `why`, `kind`, `phase`, …) and a table of tensors in the head let `workloads.importers.chakra` rebuild the
+trace. A view (`Op.views`) has the storage of the tensor in which it lies, as in PyTorch's execution traces.
+Alternatives, splits, release points, and engines other than the device's main one are not written.
 """
 
 from __future__ import annotations
@@ -192,6 +192,9 @@ def _op_attributes(log: EventLog, op: Op, step: _Step) -> Iterator[Any]:
         yield attribute("comm_size", "int64", step.bytes)
         yield attribute("comm_priority", "int32", op.priority)
         yield attribute("group", "string", op.group)
+        if op.ring is not None:
+            yield attribute("axis", "string", op.ring.axis)
+            yield attribute("passes", "int64", op.ring.passes)
         yield from _ends(log, op)
 
 
@@ -206,8 +209,20 @@ def _ends(log: EventLog, op: Op) -> Iterator[Any]:
     else:
         plain = op.name.upper().replace("-", "_")
         named = (i for i, name in enumerate(COLLECTIVES) if name in plain or name.replace("_", "") in plain)
-        yield attribute("comm_type", "int64", next(named, 0))
+        yield attribute("comm_type", "int64", next(named, 0 if op.ring is None else COLLECTIVES.index(_kind(log, op))))
         yield attribute("pg_name", "string", ",".join(map(str, devices)))
+
+
+def _kind(log: EventLog, op: Op) -> str:
+    """The type of a collective of which it is known how its ranks exchange."""
+    assert op.ring is not None
+    if op.ring.axis == "expert":
+        return "ALL_TO_ALL"
+    if op.ring.passes == 2:
+        return "ALL_REDUCE"
+    size = log.trace.tensor_columns.bytes
+    read, written = (sum(int(size[t]) for t in tensors) for tensors in (op.reads, op.writes))
+    return "ALL_GATHER" if written > read else "REDUCE_SCATTER"
 
 
 def _list(side: Any, log: EventLog, tensors: Any) -> None:

@@ -10,7 +10,8 @@ tensor. Otherwise it writes one tensor of `comm_size` or `tensor_size` bytes (0 
 depend on it read. Loads and stores become ops of kind `copy` on the device; a store reads its tensor, a load writes a
 new one. Nodes of other types are left out and counted; their dependencies are passed on to the nodes that depend on
 them. The k-th collectives of one process group and type form a group, and so do the k-th send and receive of one
-source, destination and tag. If the other rank's file is not read, they keep their duration, and a send or receive
+source, destination and tag. An all-reduce goes round its ring twice, an all-to-all is one step, any other collective
+goes round once. If the other rank's file is not read, they keep their duration, and a send or receive
 becomes a `copy`.
 
 Assumptions: a tensor is released after its last reader; tensors that no node writes are inputs; the nodes of a rank
@@ -32,9 +33,10 @@ from typing import Any
 from sim.errors import TraceError
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
-from sim.trace.op import KINDS, PHASES
+from sim.trace.op import AXES, KINDS, PHASES, Ring
 from workloads.importers.aten import flops_of, kind_of, phase_of
 from workloads.importers.chakra_nodes import ChakraNode, nodes_of
+from workloads.importers.chakra_schema import COLLECTIVES
 from workloads.importers.chakra_tensors import Tensors
 from workloads.importers.optrace import RANDOM
 from workloads.importers.reading import MAX_BYTES, read_bytes, whole
@@ -216,11 +218,24 @@ class _Reader:
             device=rank,
             priority=node.number("comm_priority", most=1 << 30) or 0,
             group=group,
+            ring=self._ring(node, group, ours=more["ours"]) if kind == "collective" and group else None,
             random=bool(RANDOM.search(node.name)) if node.attrs.get("random") is None else node.attrs["random"] is True,
             duration=None if modelled else duration,
             dtype=node.text("dtype")[:20],
             views=self.tensors.places(reads, writes),
         )
+
+    def _ring(self, node: ChakraNode, group: str, *, ours: bool) -> Ring | None:
+        """How the ranks of a collective exchange: as we wrote it, or as the type of a collective says."""
+        ranks = len(self.groups[group])
+        if ours:
+            axis, passes = node.text("axis"), node.number("passes", most=1 << 20)
+            return Ring(axis, ranks, passes) if axis in AXES and passes else None
+        number = node.number("comm_type")
+        if number is None or number >= len(COLLECTIVES):
+            return None
+        kind = COLLECTIVES[number]
+        return Ring("expert" if kind == "ALL_TO_ALL" else "data", ranks, 2 if kind == "ALL_REDUCE" else 1)
 
     def _name(self, rank: int, node: ChakraNode, more: dict[str, Any]) -> str:
         if more["ours"] and not self.added:

@@ -34,7 +34,7 @@ class Device:
         """All ops in order; then `finished` fires."""
         parts, state, path, perform = self._parts, self._state, self._fast, self.perform
         resolved, clock, apply, queue = parts.resolved, self._clock, parts.decisions.apply, self._clock.queue
-        plain, renewals, exchanges = path.plain, path.renewals, path.exchanges
+        plain, renewals = path.plain, path.renewals
         before, after = resolved.before, resolved.after
         slow_before, slow_after = resolved.slow_before, resolved.slow_after
         device, starts = self.index, STARTS + self.index
@@ -54,10 +54,11 @@ class Device:
             entry = plain[op]
             if entry is None:
                 if op in renewals and path.renews(op, renewals[op]):
-                    yield from perform.renew(op, renewals[op])
-                elif op in exchanges and path.begin(op, exchanges[op]) >= 0:
-                    perform.exchange(op, exchanges[op])
-                else:
+                    if op in after or not path.renew(op, renewals[op]):
+                        yield from perform.renew(op, renewals[op])
+                    elif queue and queue[0][0] <= clock.now:
+                        yield from self.waits.turn(starts)
+                elif not perform.exchange(op):
                     yield from perform.op(op)
                 continue
             end = path.begin(op, entry)
@@ -97,15 +98,21 @@ class Device:
         self.finished.fire()
 
     def _until_there(self, plain: Plain, op: int) -> Steps:
-        """Wait for the reads that are on their way home, or till one is on its way no more.
+        """Wait for the reads that are on their way home, or results of others, or till one is on its way no more.
 
         One that leaves as it arrives is wanted back, as in `Restore.reads`.
         """
         residency, lifetimes = self._state.residency, self._state.lifetimes
         lifetimes.pin(plain.reads)
         for tensor in plain.reads:
-            while not residency.copies[tensor] & self._reach and tensor in residency.in_flight:
-                yield from self.waits.arrival(tensor, "transfer", op)
+            while not residency.copies[tensor] & self._reach:
+                if tensor in residency.in_flight:
+                    yield from self.waits.arrival(tensor, "transfer", op)
+                elif tensor in residency.awaited:
+                    yield from self.waits.arrival(tensor, residency.awaited[tensor], op)
+                    continue
+                else:
+                    break
                 if residency.copies[tensor] & self._reach:
                     self._parts.transfers.keep_leaving(tensor, self._home)
             if not residency.copies[tensor] & self._reach:

@@ -26,7 +26,8 @@ class FastPath:
 
     plain: of the device's ops that may be plain what is known of them, None for others.
     renewals: the same of ops that may overwrite values in place, see `Perform.renew`.
-    exchanges: the same of collectives that may begin at once, see `Perform.exchange`.
+    exchanges, exchanges_over: the same of collectives that may begin at once, with new space for their results, or over
+        values in place; see `Perform.exchange`.
     """
 
     def __init__(self, parts: Parts, device: int, fast: bool) -> None:
@@ -41,6 +42,7 @@ class FastPath:
         may_renew = fast and not state.residency.is_watched
         self.renewals: Mapping[int, Renewal] = prepared.renewals if may_renew else {}
         self.exchanges: Mapping[int, Plain] = prepared.exchanges if fast and not special else {}
+        self.exchanges_over: Mapping[int, Renewal] = prepared.exchanges_over if may_renew else {}
         self._special = special
         self._device = device
         self._lane = prepared.main[device]
@@ -51,10 +53,12 @@ class FastPath:
         self._residency = state.residency
         self._copies, self._produced = state.residency.copies, state.residency.produced
         self._waiters, self._in_flight = state.residency.waiters, state.residency.in_flight
+        self._awaited = state.residency.awaited
         self._used, self._capacity = state.space.used, state.space.capacity[self._home]
         self._changes, self._intervals = state.record.changes.rows, state.record.intervals.rows
-        self._engines, self._guests = parts.engines, parts.engines.guests
+        self._engines, self._guests, self._busy = parts.engines, parts.engines.guests, parts.engines.busy
         self._lifetimes, self._decisions, self._operands = state.lifetimes, parts.decisions, prepared.operands
+        self._why, self._overwriters = prepared.why, state.lifetimes.overwriters
         self._uses, self._pins, self._releases = state.lifetimes.uses, state.lifetimes.pins, prepared.releases
         self._is_watched, self._news = state.residency.is_watched, state.residency.news
         self._is_told = state.residency.note is not None
@@ -101,6 +105,26 @@ class FastPath:
                 return False
             if copies[new] or self._pins[new] or new in self._in_flight or (new, self._home) in residency.reproducing:
                 return False
+        return True
+
+    def renew(self, op: int, renewal: Renewal) -> bool:
+        """Let such an op run if nobody else acts until it ends; whether it has, else see `Perform.renew`."""
+        clock, residency, lifetimes, home = self._clock, self._residency, self._lifetimes, self._home
+        if clock.wanted and renewal.ns:
+            clock.flush()
+        start = clock.now
+        end = start + renewal.ns
+        if clock.queue and clock.queue[0][0] <= end:
+            return False
+        clock.advance(end)
+        self._intervals += (start, end, self._device, self._lane, self._why[op], op, -1, 0, 0)
+        for old, new in renewal.pairs:
+            lifetimes.take_over(old, new, home, op)
+            residency.deliver(new, home)
+        lifetimes.note_reads(op, first=True)
+        lifetimes.free_after(op)
+        for old, _ in renewal.pairs:
+            lifetimes.free_if_dead(old, op)
         return True
 
     def make_room(self, op: int, plain: Plain) -> int:
@@ -175,17 +199,23 @@ class FastPath:
 
     def run_beside(self, op: int, end: int) -> Generator[Event, None, bool]:
         """Let an op run while others act; whether any acts at its end, too."""
-        clock, lifetimes, engines = self._clock, self._lifetimes, self._engines
-        lifetimes.pin_operands(op)
-        engines.occupy(self._lane)
+        clock, pins, operands, lane = self._clock, self._pins, self._operands[op], self._lane
+        for tensor in operands:
+            pins[tensor] += 1
+        self._busy[lane] = True
         yield clock.at(end, ENDS + op)
         clock.advance(end)
-        lifetimes.unpin_operands(op)
-        engines.vacate(self._lane)
+        for tensor in operands:
+            pins[tensor] -= 1
+        if self._overwriters:
+            self._lifetimes.wake_overwriters(operands)
+        self._busy[lane] = False
+        if self._guests[lane]:
+            self._engines.look()
         return bool(clock.queue) and clock.queue[0][0] <= end
 
     def are_coming(self, plain: Plain) -> bool:
-        """Whether some reads are on their way home, and all others at home to stay.
+        """Whether some reads are on their way home or results of ops under way, and all others at home to stay.
 
         Never where there is an online part: what it is to know of the reads before the wait the general path tells it.
         """
@@ -201,7 +231,10 @@ class FastPath:
                 return False  # the engine reads it where it is
             else:
                 transfer = self._in_flight.get(tensor)
-                if transfer is None or transfer.target != self._home or transfer.waits:
+                if transfer is None:
+                    if copies or tensor not in self._awaited:
+                        return False
+                elif transfer.target != self._home or transfer.waits:
                     return False
                 coming = True
         return coming

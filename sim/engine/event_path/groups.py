@@ -10,8 +10,10 @@ from sim.engine.event_path.links import Job, Links
 from sim.engine.event_path.state import State, Work
 from sim.errors import IllegalPlan
 from sim.hardware.platform import rank_link, shared_link
-from sim.trace.op import Ring
+from sim.trace.op import KIND_CODE, Ring
 
+SEND, RECV = KIND_CODE["send"], KIND_CODE["recv"]
+PAIR = {SEND, RECV}
 COLLECTIVE_CHUNK = 4 << 20
 """Bytes of a collective between two points where one of higher priority may go first; 4 MB is the
 partition that ByteScheduler ships with."""
@@ -62,20 +64,21 @@ class Groups:
     def _start(self, members: list[Work]) -> None:
         """All members are there: the bytes that they exchange queue for the links of their route."""
         prepared, clock = self._prepared, self._clock
-        if (ring := prepared.trace.op_columns.ring.get(members[0].op)) is not None:
+        ring = prepared.trace.op_columns.ring.get(members[0].op)
+        if ring is not None and len(members) == 1:
             self._among_ranks(members[0], ring)
             return
-        ops = [prepared.trace.ops[work.op] for work in members]
-        if {op.kind for op in ops} == {"send", "recv"}:
+        columns = prepared.trace.op_columns
+        if {int(columns.kind[work.op]) for work in members} == PAIR:
             hops, payload = self._pair(members)
-            chunk = 0
+            chunk, fixed = 0, None
         else:
             hops, payload = self._ring(members)
-            chunk = COLLECTIVE_CHUNK
-        route = self._route(hops, ops[0].name)
+            chunk, fixed = COLLECTIVE_CHUNK, self._platform.step_ns(hops) * (ring.steps if ring else len(members) - 1)
+        route = self._route(hops, columns.name[members[0].op])
         if route:
-            job = GroupJob(self._end, members, route, payload, chunk)
-            self._links.submit(job, min(op.priority for op in ops), members[0].device)
+            job = GroupJob(self._end, members, route, payload, chunk, fixed)
+            self._links.submit(job, min(int(columns.priority[work.op]) for work in members), members[0].device)
         else:  # they share a tier: nothing to move
             clock.at(clock.now, ENDS + members[0].op, lambda _: self._end_at_once(members))
 
@@ -86,7 +89,8 @@ class Groups:
         if route is None:
             route = self._routes[place] = self._route_of_ranks(member, ring)
         payload = int(trace.touched[member.op])
-        job = GroupJob(self._end, [member], route, payload, COLLECTIVE_CHUNK, ring.passes)
+        fixed = self._platform.pace(route).fixed * ring.passes
+        job = GroupJob(self._end, [member], route, payload, COLLECTIVE_CHUNK, fixed)
         self._links.submit(job, int(trace.op_columns.priority[member.op]), member.device)
 
     def _route_of_ranks(self, member: Work, ring: Ring) -> tuple[int, ...]:
@@ -100,9 +104,9 @@ class Groups:
 
     def _pair(self, members: list[Work]) -> tuple[list[tuple[str, str]], int]:
         """From where to where a send goes, and how many bytes."""
-        prepared, ops = self._prepared, self._prepared.trace.ops
-        sender, receiver = members if ops[members[0].op].kind == "send" else members[::-1]
-        stated = [bytes for work in members if (bytes := ops[work.op].bytes) is not None]
+        prepared, columns = self._prepared, self._prepared.trace.op_columns
+        sender, receiver = members if columns.kind[members[0].op] == SEND else members[::-1]
+        stated = [bytes for work in members if (bytes := int(columns.bytes[work.op])) >= 0]
         payload = stated[0] if stated else sum(prepared.size[t] for t in prepared.writes[receiver.op])
         return [(self._tier(sender), self._tier(receiver))], payload
 
@@ -162,9 +166,9 @@ class GroupJob(Job):
         route: tuple[int, ...],
         payload: int,
         chunk: int,
-        passes: int = 1,
+        fixed: int | None = None,
     ) -> None:
-        super().__init__(route, payload, ENDS + members[0].op, chunk, passes=passes)
+        super().__init__(route, payload, ENDS + members[0].op, chunk, fixed=fixed)
         self.then = then
         self.members = members
         self.payload = payload

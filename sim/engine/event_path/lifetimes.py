@@ -74,7 +74,7 @@ class Lifetimes:
         self._tier_of = {} if lazy or watched else {1 << tier: tier for tier in range(len(space.names))}
         self.put_off: dict[int, dict[int, int]] = {}
         self.dead: dict[int, None] = {}
-        self._overwriters: dict[int, list[Wake]] = {}
+        self.overwriters: dict[int, list[Wake]] = {}
 
     # ---- retaining ---------------------------------------------------------------------------
 
@@ -101,9 +101,13 @@ class Lifetimes:
         """An op has ended: who waits to overwrite what it read or produced looks again."""
         operands = self._prepared.operands[op]
         self.unpin(operands)
-        if self._overwriters:
-            for tensor in operands:
-                self._clock.wake(self._overwriters.pop(tensor, ()))
+        if self.overwriters:
+            self.wake_overwriters(operands)
+
+    def wake_overwriters(self, tensors: Iterable[int]) -> None:
+        """Who waits to overwrite these looks again."""
+        for tensor in tensors:
+            self._clock.wake(self.overwriters.pop(tensor, ()))
 
     def want_copy(self, tensor: int, tier: int) -> None:
         """A copy there is wanted again: a release of it that was put off is called off."""
@@ -112,7 +116,7 @@ class Lifetimes:
 
     def wait_to_overwrite(self, tensor: int, wake: Wake) -> None:
         """Fire an event when an op that reads or produced a tensor has ended."""
-        self._overwriters.setdefault(tensor, []).append(wake)
+        self.overwriters.setdefault(tensor, []).append(wake)
 
     # ---- the end of an op --------------------------------------------------------------------
 

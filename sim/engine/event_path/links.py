@@ -77,8 +77,8 @@ class Job:
     bytes: what has not been started.
     rank: that of its end, see `clock`.
     most: bytes/s at which a codec beside the links takes or gives its bytes, None for none.
-    delay: ns on top of the route's fixed time.
-    passes: how often the fixed time of the route is paid.
+    delay: ns on top of the fixed time.
+    fixed: ns that it pays once, None for the fixed time of its route.
     chunk: bytes between points where one of higher priority may go first, 0 for none.
     key: its place in the queues, least first; unique, and () while it stands in none.
     began: when its first chunk started, -1 before.
@@ -89,7 +89,7 @@ class Job:
 
     __slots__ = (
         *("alarm", "began", "bytes", "chunk", "delay", "ends", "flow"),
-        *("is_waiting", "key", "most", "passes", "rank", "route", "row"),
+        *("fixed", "is_waiting", "key", "most", "rank", "route", "row"),
     )
 
     def __init__(
@@ -100,7 +100,7 @@ class Job:
         chunk: int = 0,
         most: Fraction | None = None,
         delay: int = 0,
-        passes: int = 1,
+        fixed: int | None = None,
     ) -> None:
         self.route = route
         self.bytes = bytes
@@ -108,7 +108,7 @@ class Job:
         self.chunk = chunk
         self.most = most
         self.delay = delay
-        self.passes = passes
+        self.fixed = fixed
         self.key: tuple[int, ...] = ()
         self.began = -1
         self.ends = -1
@@ -272,7 +272,8 @@ class Links:
     def _pace(self, job: Job) -> tuple[int, int | Fraction]:
         """Fixed ns and bytes/s of a job alone on its route, at most those of its codec."""
         fixed, rate = self._platform.pace(job.route)
-        return fixed * job.passes + job.delay, rate if job.most is None or rate < job.most else job.most
+        fixed = fixed if job.fixed is None else job.fixed
+        return fixed + job.delay, rate if job.most is None or rate < job.most else job.most
 
     def _user(self, link: int, most: Fraction | None) -> tuple[str, int | Fraction, Charges]:
         name, rate = self._links[link].name, self._links[link].rate

@@ -137,12 +137,24 @@ class Perform:
         if not clock.is_next(STARTS + waits.index):
             yield from waits.turn(STARTS + waits.index)
 
-    def exchange(self, op: int, plain: Plain) -> None:
-        """Have a collective among ranks begin whose reads are there, and for whose results there is space."""
+    def exchange(self, op: int) -> bool:
+        """Have a collective among ranks begin whose reads are there, and for whose results there is space; whether it
+        has.
+
+        It takes new space, or overwrites values in place which nobody else uses.
+        """
+        fast, work = self._fast, Work(op, self._waits.index, "run", True)
+        if op in fast.exchanges and fast.begin(op, fast.exchanges[op]) >= 0:
+            work.fresh.extend((tensor, self._home) for tensor, _ in fast.exchanges[op].writes)
+        elif op in fast.exchanges_over and fast.renews(op, fast.exchanges_over[op]):
+            for old, new in fast.exchanges_over[op].pairs:
+                work.takeovers.append((old, new, self._home))
+                self._state.residency.begin_overwriting(old, self._home)
+        else:
+            return False
         self._state.lifetimes.pin_operands(op)
-        work = Work(op, self._waits.index, "run", True)
-        work.fresh.extend((tensor, self._home) for tensor, _ in plain.writes)
         self._parts.groups.join(work)
+        return True
 
     def pressed(self, op: int) -> Steps:
         """Run an op for the first time: it is reached, its operands are pinned, and space has been asked for."""

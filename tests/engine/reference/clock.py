@@ -248,7 +248,8 @@ class Clock:
         fixed = 0
         if job.began < 0:
             job.began = self.store.now
-            fixed = sum(self.store.platform.links[i].fixed for i in job.links)
+            own = sum(self.store.platform.links[i].fixed for i in job.links)
+            fixed = own if job.fixed is None else job.fixed
         part = min(job.bytes, job.chunk) if job.chunk else job.bytes
         job.bytes -= part
         job.has_links = True

@@ -8,7 +8,7 @@ from fractions import Fraction
 from sim.errors import IllegalPlan
 from sim.hardware.platform import Engine
 from tests.engine.reference.copying import Copies, Job
-from tests.engine.reference.durations import away_ns, engine_of, parts_of, ring_of, route_of
+from tests.engine.reference.durations import away_ns, engine_of, exchange_ns, parts_of, ring_of, route_of
 from tests.engine.reference.store import Store
 
 CHUNK = 4 * 2**20
@@ -219,13 +219,13 @@ class Computing:
             stated = [op.bytes for op in ops if op.bytes is not None]
             bytes = stated[0] if stated else sum(store.tensors[t].bytes for t in store.ops[receiver.op].writes)
             ends = self._where_from(sender), self._where_to(receiver)
-            links, chunk = route_of(platform, *ends), 0
+            links, chunk, fixed = route_of(platform, *ends), 0, None
             reachable = bool(links) or ends[0] == ends[1]
         else:
             operands = [sum(store.tensors[t].bytes for t in (*op.reads, *op.writes)) for op in ops]
             bytes = max(size if op.bytes is None else op.bytes for op, size in zip(ops, operands))
             homes = [self.main(w.device).home for w in members]
-            links, chunk = ring_of(platform, homes), CHUNK
+            links, chunk, fixed = ring_of(platform, homes), CHUNK, exchange_ns(platform, homes, ops[0].ring)
             reachable = all(a == b or route_of(platform, a, b) for a, b in zip(homes, homes[1:] + homes[:1]))
         if not reachable:
             raise IllegalPlan(f"group {ops[0].group!r}: no route between its members")
@@ -233,7 +233,7 @@ class Computing:
             self.met_here.append(members)
             return
         priority = min(op.priority for op in ops)
-        job = Job(links, bytes, priority, store.now, members[0].device, self.copies.number, members, chunk)
+        job = Job(links, bytes, priority, store.now, members[0].device, self.copies.number, members, chunk, fixed)
         self.copies.number += 1
         self.copies.jobs.append(job)
         self.groups.append((job, members, bytes))

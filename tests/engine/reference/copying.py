@@ -25,6 +25,7 @@ class Job:
     number: int
     what: Any
     chunk: int = 0
+    fixed: int | None = None
     began: int = -1
     has_links: bool = False
     flows_from: int = 0
@@ -104,7 +105,7 @@ class Copies:
         for job in here:
             rest = job.bytes
             if not job.has_links and job.began < 0:
-                end += sum(links[i].fixed for i in job.links)
+                end += sum(links[i].fixed for i in job.links) if job.fixed is None else job.fixed
             end += ceil(Fraction(rest * NANO, min(links[i].rate for i in job.links)))
         return end
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from sim.hardware.platform import Dispatch, Engine, Platform
 from sim.trace import Trace
+from sim.trace.op import Ring
 
 NANO = 10**9
 WIDER = {
@@ -157,6 +158,17 @@ def ring_of(platform: Platform, homes: list[str]) -> tuple[int, ...]:
     for source, target in hops:
         links.update(dict.fromkeys(route_of(platform, source, target)))
     return tuple(links)
+
+
+def exchange_ns(platform: Platform, homes: list[str], ring: Ring | None) -> int:
+    """Fixed ns of a collective with all its members: round the ring once per pass, or to all or the next at once."""
+    per_pass = len(homes) - 1
+    if ring is not None and ring.axis in ("expert", "neighbour"):
+        per_pass = 1
+    waits = [0]
+    for place, source in enumerate(homes):
+        waits.append(sum(platform.links[i].fixed for i in route_of(platform, source, homes[place - len(homes) + 1])))
+    return max(waits) * per_pass * (1 if ring is None else ring.passes)
 
 
 def crossings(names: Iterable[str], platform: Platform) -> list[tuple[int, str, Fraction, Fraction]]:

@@ -104,21 +104,23 @@ def _together(problem: Problem, group: Sequence[int]) -> int:
     trace, platform = problem.trace, problem.platform
     ops = [trace.ops[op] for op in sorted(group)]
     homes = [platform.home(op.device).name for op in ops]
-    passes, payload = 1, max(int(trace.touched[op.id]) for op in ops)
-    if (ring := ops[0].ring) is not None:
+    payload = max(int(trace.touched[op.id]) for op in ops)
+    ring = ops[0].ring
+    if ring is not None and len(ops) == 1:
         wanted = {rank_link(ring.axis, ops[0].device)}
         wanted |= {shared_link(ops[0].device)} if ring.axis != "tensor" else set()
         route = {i for i, link in enumerate(platform.links) if link.name in wanted}
-        passes = ring.passes
+        steps, step = ring.passes, platform.pace(tuple(route)).fixed
     elif {op.kind for op in ops} == {"send", "recv"}:
         sender, receiver = sorted(ops, key=lambda op: op.kind == "recv")
         stated = [op.bytes for op in ops if op.bytes is not None]
         payload = stated[0] if stated else sum(int(trace.tensor_columns.bytes[t]) for t in receiver.writes)
         route = {*platform.route(platform.home(sender.device).name, platform.home(receiver.device).name)}
+        steps, step = 1, platform.pace(tuple(route)).fixed
     else:
-        hops = zip(homes, homes[1:] + homes[:1], strict=True)
+        hops = [*zip(homes, homes[1:] + homes[:1], strict=True)]
         route = {link for source, target in hops for link in platform.route(source, target)}
+        steps, step = ring.steps if ring else len(ops) - 1, platform.step_ns(hops)
     if not route:
         return 0
-    fixed, rate = platform.pace(tuple(sorted(route)))
-    return transfer_ns(payload, rate, fixed * passes)
+    return transfer_ns(payload, platform.pace(tuple(sorted(route))).rate, steps * step)
