@@ -135,8 +135,7 @@ class Layout:
         for key in ("dp", "tp", "cp", "ep", "pp", "micro_batches", "chunks"):
             _positive(key, getattr(self, key))
         if type(self.zero) is not int or self.zero not in LEVELS:
-            near_to = self.zero if isinstance(self.zero, int | float) and self.zero == self.zero else 0
-            nearest = min(LEVELS, key=lambda level: abs(level - near_to))
+            nearest = min(LEVELS, key=lambda level: abs(level - min(_as_number(self.zero), MOST)))
             raise LayoutError(
                 f"zero: needs one of {', '.join(map(str, LEVELS))}, has {self.zero!r}; nearest: {nearest}"
             )
@@ -687,10 +686,11 @@ def part_of_layer(trace: Trace, layout: Layout) -> dict[int, int]:
     if isinstance(sizes, str) or not sizes:
         if len(layers) % layout.parts:
             possible = [pp for pp in range(1, len(layers) + 1) if len(layers) % (pp * layout.chunks) == 0]
-            nearest = min(possible, key=lambda pp: (abs(pp - layout.pp), pp), default=1)
-            raise LayoutError(
-                f"pp: {len(layers)} layers do not divide into {layout.parts} parts; nearest: {nearest}, or give layers"
-            )
+            key, near_to = ("pp", layout.pp) if possible else ("chunks", layout.chunks)  # no pp divides so many chunks
+            possible = possible or [n for n in range(1, len(layers) + 1) if len(layers) % (n * layout.pp) == 0]
+            nearest = min(possible, key=lambda number: (abs(number - near_to), number), default=1)
+            what = f"{len(layers)} layers do not divide into {layout.parts} parts"
+            raise LayoutError(f"{key}: {what}; nearest: {nearest}, or give layers")
         sizes = (len(layers) // max(layout.parts, 1),) * layout.parts
     if sum(sizes) != len(layers) or not any(sizes):
         raise LayoutError(f"layers: {list(sizes)} are {sum(sizes)}; the model has {len(layers)}")
@@ -706,9 +706,19 @@ def nearest_divisor(number: int, wanted: int) -> int:
 
 def _positive(key: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LayoutError(f"{key}: needs a whole number of at least 1, has {value!r}; nearest: 1")
+        nearest = max(1, round(min(_as_number(value), MOST)))
+        raise LayoutError(f"{key}: needs a whole number of at least 1, has {value!r}; nearest: {nearest}")
     if value > MOST:
         raise LayoutError(f"{key}: is {value}, and at most {MOST}")
+
+
+def _as_number(value: object) -> float:
+    """The number that a value is, or that a text holds; 0 for any other."""
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) else 0.0
+    except (ValueError, OverflowError):
+        return 0.0
+    return number if number == number else 0.0
 
 
 def _check_devices(machine: Platform, layout: Layout) -> None:

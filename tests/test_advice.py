@@ -79,6 +79,14 @@ def test_the_state_of_adamw_is_sixteen_bytes_a_parameter(config):
     assert state.bytes == 16 * parameters
 
 
+@pytest.mark.parametrize(("zero", "share"), [(0, 1), (1, 1), (2, 2), (3, 2)])
+def test_gradients_that_are_added_up_are_whole_until_level_2_divides_them(config, zero, share):
+    layout = {"dp": 2, "zero": zero, "micro_batches": 2}
+    trace, platform = lay_out(trace_of(config, batch=8, precision="fp32"), "a100_80_sxm", layout)
+    parameters = 3 * (12 * 64**2 + 13 * 64) + 2 * 64 + (211 + 64) * 64
+    assert state_of(trace, platform).gradients == pytest.approx(4 * parameters / share, rel=0.01)
+
+
 def test_what_leaves_more_state_than_the_memory_holds_is_no_candidate(config):
     trace, platform = trace_of(config), load_profile("a100_40_pcie")
     ample = state_of(trace, platform)

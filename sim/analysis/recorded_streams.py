@@ -47,7 +47,8 @@ def recorded_exchanges(log: EventLog, device: int, pytorch: str) -> list[int]:
     try:
         version = tuple(int(part) for part in pytorch.split(".")[:2])
     except (AttributeError, ValueError):
-        raise TiersimError(f"pytorch: needs a version, has {pytorch!r}; nearest: '2.8'") from None
+        text = f"{pytorch}" if isinstance(pytorch, (int, float)) else "2.8"
+        raise TiersimError(f"pytorch: needs a version, has {pytorch!r}; nearest: '{text}'") from None
     if version >= UNRECORDED:
         return []
     c = log.trace.op_columns
