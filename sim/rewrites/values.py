@@ -608,24 +608,41 @@ class _Check:
         return not isinstance(share.of, Rowwise) and any(has)
 
     def slot_results(self, op: int, expr: Slots, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
-        """What an op computes that updates some parameters of an op of the base."""
-        name, leaf = self.trace.op_columns.name[op], expr.of
-        if isinstance(leaf, Fused):  # each of its ops for these parameters, in order
-            available = set(have)
-            for part in leaf.parts:
-                available |= self.slot_results(op, replace(expr, of=part), available, claims, share)
-            return available
-        slots = slots_of(self.base, leaf.id) if isinstance(leaf, Same) else []
-        if not isinstance(leaf, Same) or len(slots) != expr.count:
-            self.report(
-                "wrong", name, "", f"op {name!r}: {self.say(leaf, self.base.op_columns.name)} has no such slots"
-            )
+        """What an op computes that updates some parameters of an op of the base, or of a kernel that joins several."""
+        name, of, names = self.trace.op_columns.name[op], expr.of, self.parameters(expr.of)
+        if len(names) != expr.count or max(expr.slots, default=0) >= expr.count:
+            self.report("wrong", name, "", f"op {name!r}: {self.say(of, self.base.op_columns.name)} has no such slots")
             return set()
-        own = [slots[k] for k in expr.slots]
-        reads = {t for slot in own for t in (*slot.reads, *slot.shared)}
-        share = share * len(own) / expr.count
-        results = self.base_results(op, leaf, have, claims, share, reads)
-        return results & {Same(t, leaf.iteration) for slot in own for t in slot.writes}
+        if isinstance(of, Fused):  # each of its ops for these parameters, in order
+            available, chosen = set(have), {names[k] for k in expr.slots}
+            for part in of.parts:
+                own = self.parameters(part)
+                slots = tuple(k for k, parameter in enumerate(own) if parameter in chosen)
+                some = part if len(slots) == len(own) else Slots(part, slots, len(own))
+                available |= self.results(op, some, available, claims, share) if slots else set()
+            return available
+        if isinstance(of, Slots):
+            some = Slots(of.of, tuple(of.slots[k] for k in expr.slots), of.count)
+            return self.slot_results(op, some, have, claims, share)
+        if isinstance(of, Along):
+            return self.results(op, replace(of, of=replace(expr, of=of.of)), have, claims, share)
+        assert isinstance(of, Same)
+        slots_of_base = slots_of(self.base, of.id)
+        own_slots = [slots_of_base[k] for k in expr.slots]
+        reads = {t for slot in own_slots for t in (*slot.reads, *slot.shared)}
+        results = self.base_results(op, of, have, claims, share * len(own_slots) / expr.count, reads)
+        return results & {Same(t, of.iteration) for slot in own_slots for t in slot.writes}
+
+    def parameters(self, expr: Expr) -> list[str]:
+        """The parameters that an op of the optimizer updates, in the order of its operands."""
+        if isinstance(expr, Same):
+            return [slot.parameter for slot in slots_of(self.base, expr.id)]
+        if isinstance(expr, Fused):
+            return list(dict.fromkeys(each for part in expr.parts for each in self.parameters(part)))
+        if isinstance(expr, Slots):
+            names = self.parameters(expr.of)
+            return [names[k] for k in expr.slots if k < len(names)]
+        return self.parameters(expr.of) if isinstance(expr, Along) else []
 
     def base_results(
         self,

@@ -18,7 +18,7 @@ from sim.rewrites.tensor_parallel import divide_layers
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Ring
-from sim.trace.origin import Along
+from sim.trace.origin import Along, Slots
 from sim.trace.phases import saved_tensors
 from tests.rewrites.test_replicas import GB, line, named, op_named, peaks, reading, rebuilt
 from tests.rewrites.test_schedules import FAMILIES
@@ -112,6 +112,30 @@ def test_kernels_are_fused_after_their_ops_are_divided() -> None:
     trace, _ = lay_out(base, "a100_80_sxm", layout, kernels=partial(with_stack, stack="fused"))
     assert {each.what for each in departures(trace, base)} <= {"repeated"}
     assert len(trace.ops) < len(lay_out(base, "a100_80_sxm", layout)[0].ops)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "adamw_foreach", "adamw_loop"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_fused_updates_of_some_weights_of_a_stage_are_those_of_the_base(optimizer: str, zero: int) -> None:
+    """A kernel updates weights that ranks divide and those that they have whole; a stage has some of both."""
+    layout = {"tp": 2, "pp": 2, "dp": 2, "zero": zero}
+    base = transformer(GPT, batch=8, sequence=16, precision="mixed_bf16", loss="fused", optimizer=optimizer)
+    fused = partial(with_stack, stack="fused")
+    trace, _ = lay_out(base, "a100_80_sxm", {**layout, "micro_batches": 2}, kernels=fused)
+    assert {each.what for each in departures(trace, base)} == {"repeated"}
+    origin = trace.origin
+    assert origin is not None
+    if zero:
+        return
+    updates = [op for op in trace.ops if op.kind == "optimizer" and isinstance(origin.ops[op.id], Slots)]
+    expr = origin.ops[updates[0].id]
+    assert isinstance(expr, Slots)
+    other = next(k for k in range(expr.count) if k not in expr.slots)
+    wrong = [*origin.ops]
+    wrong[updates[0].id] = replace(expr, slots=(*expr.slots[:-1], other))
+    parts = {"outputs": trace.outputs, "carry": trace.carry, "meta": trace.meta}
+    said = Trace(trace.tensor_columns, trace.op_columns, **parts, origin=replace(origin, ops=tuple(wrong)))
+    assert "wrong" in {each.what for each in departures(said, base)}
 
 
 # ---- closed forms ------------------------------------------------------------------------------------
