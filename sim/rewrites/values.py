@@ -811,7 +811,16 @@ class _Check:
                 joins = (glue and self.has_elements(claim)) or adds
                 if joins and _tiles(held, 0, claim.count):
                     todo.append(claim.of)
-        return have
+        return have | self.within_shares(have) if glue and adds else have
+
+    def within_shares(self, have: Iterable[Expr]) -> set[Expr]:
+        """What follows of shares of shares: the share of a sum is the sum of the shares."""
+        inner: dict[tuple[str, int, int, int], set[Expr]] = {}
+        for x in have:
+            if isinstance(x, Along) and isinstance(x.of, Along):
+                inner.setdefault((x.dimension, x.first, x.stop, x.count), set()).add(x.of)
+        joined = {like: self.closure(of, glue=True, adds=True) - of for like, of in inner.items()}
+        return {Along(x, *like) for like, found in joined.items() for x in found}
 
     def covers(self, claim: Expr, have: set[Expr], *, glue: bool, adds: bool) -> bool:
         """Whether a value can be derived from the available ones by slicing, joining, packing or encoding."""

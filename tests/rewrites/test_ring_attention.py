@@ -102,6 +102,24 @@ def test_any_transformer_computes_the_same(family: str, precision: str, ranks: d
     assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
 
 
+@pytest.mark.parametrize("precision", ["mixed_bf16", "megatron_fp8"])
+@pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}, {"micro_batches": 2, "dp": 2}], ids=str)
+def test_kernels_that_add_up_blocks_of_divided_layers_compute_the_same(precision: str, more: dict) -> None:
+    """A kernel joins the sum of blocks with what reads it: the share of a sum is the sum of the shares."""
+    config = {**FAMILIES["llama"], "model_type": "llama"}
+    base = transformer(config, batch=4, sequence=64, precision=precision, loss="fused", attention="flash")
+    layout = {"cp": 2, "tp": 2, "ring_attention": True, **more}
+    trace, _ = lay_out(base, "a100_80_sxm", layout, kernels=partial(with_stack, stack="fused"))
+    assert {each.what for each in departures(trace, base)} == {"repeated"}
+    block = next(op for op in trace.ops if op.kind == "attention" and op.phase == "backward")
+    of_blocks = {*block.writes}
+    adding = next(op for op in trace.ops if of_blocks & {*op.reads} and op.kind == "elementwise")
+    term = next(t for t in adding.reads if t in of_blocks)
+    other = next(t for t in adding.reads if t != term)
+    missing = {each.what for each in departures(reading(trace, adding.id, term, other), base)}
+    assert "wrong" in missing  # one block's terms alone
+
+
 @pytest.mark.parametrize("policy", ["full_recompute", "selective_recompute", "offload_activations", "hybrid", "dtr"])
 def test_policies_run_on_blocks(policy: str) -> None:
     trace, platform = lay_out(step(), "a100_80_sxm", {"cp": 4, "micro_batches": 2, "ring_attention": True})
