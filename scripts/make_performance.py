@@ -311,10 +311,11 @@ machine, planning, replay, the log.
 
 ## The engine as C
 
-The parts of the engine that go through events or ops one by one (`event_path` and `copy_path` of `sim/engine`) can be
-compiled by [mypyc](https://mypyc.readthedocs.io), from the same source and to the same logs, byte for byte. It is
-optional, takes a C compiler and a minute or two, and is built from a source distribution, so that nothing compiled is
-left in the working tree:
+The parts of the engine that go through events or ops one by one (`event_path` and `copy_path` of `sim/engine`), and
+the evictors of online policies (`sim/eviction`), can be compiled by [mypyc](https://mypyc.readthedocs.io), from the
+same source and to the same logs, byte for byte; classes of Python may derive from compiled evictors. It is optional,
+takes a C compiler and two or three minutes, and is built from a source distribution, so that nothing compiled is left
+in the working tree:
 
 ```bash
 pip install build
@@ -323,8 +324,8 @@ pip install --force-reinstall dist/tiersim-*.whl
 ```
 
 `tiersim --version` says which engine it is. Ratios to the bare loop of another call on the same trace, planning
-included, both measured in turn on {compiled_on}. Runs that are a straight sequence are NumPy's in either; policies,
-plans and SimPy itself stay Python:
+included, both measured in turn on {compiled_on}. Runs that are a straight sequence are NumPy's in either; policies
+but for their evictors, plans and SimPy itself stay Python:
 
 {compiled}
 A policy that moves or is asked gains; how much depends on how much of its time is its own.

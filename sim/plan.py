@@ -185,6 +185,8 @@ class Online:
     An answer to `before` may contain any action, an answer to `on_pressure` only `Drop` and `Move`.
     """
 
+    __slots__ = ()  # so that what derives from it may be compiled: it has no place for attributes of its own
+
     def __init_subclass__(cls, **rest: Any) -> None:
         super().__init_subclass__(**rest)
         if "notice" in vars(cls) and "notice_all" not in vars(cls):  # what a base does with many leaves out its own

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "sim.collecting": set(),
     "sim.foreign_text": set(),
     "sim.cache": set(),
+    "sim.native": set(),
     "sim.toml_text": set(),
     "sim.units": {"sim.errors"},
     "sim.deprecation": {"sim.errors"},
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "sim.plan": WORDS | {"sim.limits", "sim.log"},
     "sim.rewrites": WORDS,
     "sim.solvers": WORDS | {"sim.plan"},
-    "sim.eviction": WORDS | {"sim.declared", "sim.plan", "sim.log", "sim.solvers"},
+    "sim.eviction": WORDS | {"sim.declared", "sim.native", "sim.plan", "sim.log", "sim.solvers"},
     "sim.policies": WORDS
     | {"sim.declared", "sim.deprecation", "sim.plan", "sim.solvers", "sim.eviction", "sim.rewrites", "sim.log"}
     | {"sim.regular_files"},

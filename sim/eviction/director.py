@@ -10,9 +10,11 @@ from sim.eviction.evictable import Lineage, ScoreTable
 from sim.eviction.evictor import Evictor, Rules, evictable_tiers
 from sim.eviction.neighbourhood import CostClasses
 from sim.hardware.transfer_time import transfer_ns
+from sim.native import mypyc_attr
 from sim.plan import Action, Change, Drop, Memory, Move, Need, Problem
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class Reload:
     """When tensors that are resident on the host alone are copied back ahead of their reads.
@@ -27,6 +29,7 @@ class Reload:
     forward: bool = False
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class Surroundings:
     """The platform as a director sees it.
@@ -84,6 +87,7 @@ def _trips(problem: Problem, host: str | None, rate: int | None) -> dict[str, di
     return trips
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Director(Evictor):
     """Moves instead of dropping where that costs no more, and reloads when memory is free.
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.declared import OneOf
 from sim.hardware.dispatch import added
+from sim.native import mypyc_attr
 from sim.plan import Drop, Problem
 from sim.trace.columns import row_sums, rows_of
 from sim.trace.graph import Trace
@@ -32,6 +33,7 @@ Role = Annotated[str, OneOf(ROLES)]
 """A role that a policy may be told to evict."""
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True, eq=False)
 class Lineage:
     """Flat lists of a trace, indexed by op or by tensor; picklable.
@@ -254,7 +256,8 @@ class ScoreTable:
         self.access = np.zeros(count)
         self.order = [0] * count
         self.weight = np.array(lineage.cost, np.float64)
-        self.accesses, self.weights = self.access.data, self.weight.data
+        self.accesses = cast("memoryview[float]", self.access.data)
+        self.weights = cast("memoryview[float]", self.weight.data)
 
 
 class CandidateSet:
@@ -282,14 +285,13 @@ class CandidateSet:
 
     def add(self, tensor: int) -> None:
         """Add a tensor; nothing if it is a member."""
-        if tensor in self._slot:
-            return
         at = len(self._slot)
-        if at == len(self._ids):
+        if self._slot.setdefault(tensor, at) != at:
+            return
+        if at == len(self._places):
             self._ids = np.concatenate((self._ids, np.zeros(at, np.int64)))
             self._places = self._ids.data
         self._places[at] = tensor
-        self._slot[tensor] = at
 
     def remove(self, tensor: int) -> None:
         """Remove a tensor; the last one takes its place. Nothing if it is not a member."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isqrt
+from operator import truediv
 from random import Random
 
 import numpy as np
@@ -13,11 +14,13 @@ from numpy.typing import NDArray
 
 from sim.eviction.evictable import CandidateSet, Kin, Lineage, ScoreTable
 from sim.eviction.ranking import ranking_for
+from sim.native import mypyc_attr
 from sim.plan import Action, Change, ChangeFields, Drop, Memory, Need, Online, Problem, Recompute
 
 DEALLOCATIONS = ("ignore", "eager", "banish")
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class Rules:
     """How an evictor decides; see the parameters of the policy `dtr`."""
@@ -37,6 +40,7 @@ def evictable_tiers(problem: Problem) -> tuple[str, ...]:
     return tuple(dict.fromkeys(engine.home for engine in problem.platform.engines))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Evictor(Online):
     """Tracks residency through `notice`, frees dead tensors, and drops the least candidate under pressure.
 
@@ -99,16 +103,16 @@ class Evictor(Online):
     def notice_all(self, changes: Sequence[ChangeFields]) -> None:
         """Update the state."""
         copies, access, pins, leaving = self.copies, self.table.accesses, self._pins, self._leaving
-        for change in changes:
-            what, tensor, tier, now = change
-            if self._views and tensor in self._views:
-                self._notice_view(change)
+        views, bit, sets, pinned, may_go = self._views, self.bit, self.candidates, self.pinned, self._may_go
+        for what, tensor, tier, now in changes:
+            if views and tensor in views:
+                self._notice_view((what, tensor, tier, now))
             elif what == "read":
                 if self._overwritten:
                     self._lose_overwritten()
                 self._ended = -1
                 pins[tensor] += 1
-                self.pinned.add(tensor)
+                pinned.add(tensor)
                 if not self._banishes or not self._released[tensor]:
                     # under banishing a recomputation on the way to another tensor does not count as an access
                     access[tensor] = now
@@ -116,17 +120,17 @@ class Evictor(Online):
                     self.stay(tensor)
             elif what == "came":
                 held = copies[tensor]
-                copies[tensor] = held | self.bit[tier]
+                copies[tensor] = held | bit[tier]
                 if not held:
                     self._arrive(tensor, now)
                 elif self._reload_is_access:
                     access[tensor] = now
-                if self._may_go[tensor] and tier in self.candidates:
-                    self.candidates[tier].add(tensor)
+                if may_go[tensor] and tier in sets:
+                    sets[tier].add(tensor)
             else:
-                copies[tensor] = held = copies[tensor] & ~self.bit[tier]
-                if leaving.pop(tensor, "") != tier and tier in self.candidates:  # what was to leave is none already
-                    self.candidates[tier].remove(tensor)
+                copies[tensor] = held = copies[tensor] & ~bit[tier]
+                if leaving.pop(tensor, "") != tier and tier in sets:  # what was to leave is none already
+                    sets[tier].remove(tensor)
                 if held or self.evicted[tensor]:
                     continue
                 if pins[tensor]:
@@ -290,12 +294,12 @@ class Evictor(Online):
         """Add the drops of all its copies, and of its views, to an answer, unless it is leaving."""
         if tensor in self._leaving:
             return
-        copies = self.copies[tensor]
+        copies, sets = self.copies[tensor], self.candidates
         for tier, bit in self.bit.items():
             if copies & bit:
                 answer.append(self.line.drop(tensor, tier))
-                if tier in self.candidates:
-                    self.candidates[tier].remove(tensor)
+                if tier in sets:
+                    sets[tier].remove(tensor)
                     self._leaving[tensor] = tier
         if self._views:
             answer += self._drop_views(tensor)
@@ -404,7 +408,7 @@ class Evictor(Online):
             stride = isqrt(len(ids))
             hit = list(accumulate(random.randint(1, stride) for _ in range(len(ids))))
             ids = ids[[at - 1 for at in hit if at <= len(ids)]]
-        mean = self._produced_bytes / max(self._produced_count, 1)
+        mean = float(truediv(self._produced_bytes, max(self._produced_count, 1)))
         return ids[self.table.size.take(ids) >= self.rules.ignore_small * mean]
 
     def evict(self, tensor: int, need: Need, memory: Memory) -> Action | None:

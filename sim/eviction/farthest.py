@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from sim.eviction.replacement import Residents
+from sim.native import mypyc_attr
 from sim.plan import Action, Memory, Move, Need
 
 NEVER = 1 << 62
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FarthestNextUse(Residents):
     """Evicts the resident that is used farthest ahead (Belady), and turns prefetches back that leave too little space.
 
     uses: per tensor the ops that use it, by id, in order.
     """
 
-    def __init__(self, *, homes: Sequence[str], uses: Mapping[int, Sequence[int]], **rest: Any) -> None:
-        super().__init__(homes=homes, **rest)
+    def __init__(
+        self,
+        *,
+        chain: Sequence[str],
+        homes: Sequence[str],
+        movable: Sequence[bool],
+        size: Sequence[int],
+        uses: Mapping[int, Sequence[int]],
+    ) -> None:
+        super().__init__(chain=chain, homes=homes, movable=movable, size=size)
         self._uses = uses
         self._turned: set[int] = set()  # on their way, and wanted away again
         self._op = -1

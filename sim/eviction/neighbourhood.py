@@ -8,9 +8,10 @@ found without a search. So a choice evaluates exactly only the few candidates th
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from sim.eviction.evictable import Kin, ScoreTable
+from sim.native import mypyc_attr
 
 
 class Price(Protocol):
@@ -32,6 +33,7 @@ class Price(Protocol):
         """An evicted tensor does not belong to the graph any more."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Neighbourhood:
     """e*: the evicted tensors reached through evicted parents only, and through evicted children only.
 
@@ -104,6 +106,7 @@ class Neighbourhood:
         self._table.weights[tensor] = self._kin.cost[tensor]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class CostClasses:
     """Union-find components of adjacent evicted tensors; a candidate counts each component it touches.
 
@@ -112,7 +115,7 @@ class CostClasses:
     of how much may leave it before whose bound is void.
     """
 
-    SLACK = 6
+    SLACK: ClassVar[int] = 6
 
     def __init__(self, kin: Kin, table: ScoreTable, evicted: list[bool]) -> None:
         self._kin = kin

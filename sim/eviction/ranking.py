@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from operator import truediv
 from random import Random
 
 import numpy as np
@@ -11,11 +12,13 @@ from numpy.typing import NDArray
 
 from sim.eviction.evictable import CandidateSet, Kin, Lineage, ScoreTable
 from sim.eviction.neighbourhood import CostClasses, Neighbourhood, Price
+from sim.native import mypyc_attr
 
 NEAR = 1e-12
 """Scores this close, relatively, are compared by exact arithmetic: far above what float64 loses in them."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Ranking:
     """Scores weight / (size * staleness), without the parts that are switched off; the least is evicted first.
 
@@ -122,7 +125,7 @@ class Ranking:
         bottom = self._lineage.size[tensor] if self._by_size else 1
         if self._staleness != "none":
             bottom *= now - seen
-        return top / bottom if bottom else math.inf
+        return float(truediv(top, bottom)) if bottom else math.inf  # compiled, `/` would round both to float64 first
 
     def _one(self, ids: NDArray[np.int64], slots: list[int], first: bool = False) -> int:
         order, tensors = self._table.order, ids.take(slots).tolist()
@@ -130,6 +133,7 @@ class Ranking:
         return best
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Oldest(Ranking):
     """The least recently used. Its score is the access and 1, so that an access at time 0 does not score 0."""
 
@@ -143,6 +147,7 @@ class Oldest(Ranking):
         return self._table.accesses[tensor] + 1
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Drawn(Ranking):
     """One at random."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
 from sim.eviction.evictable import EVICTED_ROLES
+from sim.native import mypyc_attr
 from sim.plan import Action, Change, ChangeFields, Memory, Need, Online
 from sim.solvers.cascade import Below
 from sim.trace.graph import Trace
@@ -23,6 +23,7 @@ def movable_results(trace: Trace, roles: Collection[str] = EVICTED_ROLES) -> lis
     return flags
 
 
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Replacement(Online):
     """Moves residents to the first of the tiers behind that can take them; a subclass says in which order.
 
@@ -85,6 +86,7 @@ class Replacement(Online):
         return max(sum(self._going[tier].values()) - memory.leaving(tier), 0)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Residents(Replacement):
     """Keeps what is resident, and in which order it first was.
 
@@ -92,8 +94,11 @@ class Residents(Replacement):
     arrived: the movable tensors that have been resident in one, the first first.
     """
 
-    def __init__(self, *, homes: Sequence[str], **rest: Any) -> None:
-        super().__init__(homes=homes, **rest)
+    # mypyc hands all of `**rest` to each keyword of a compiled base, so they are spelled out
+    def __init__(
+        self, *, chain: Sequence[str], homes: Sequence[str], movable: Sequence[bool], size: Sequence[int]
+    ) -> None:
+        super().__init__(chain=chain, homes=homes, movable=movable, size=size)
         self.here: dict[str, set[int]] = {home: set() for home in homes}
         self.arrived: dict[int, None] = {}
 
@@ -120,6 +125,7 @@ class Residents(Replacement):
                 here[tier].discard(tensor)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LeastRecent(Replacement):
     """Per fast tier the movable residents in order of last use: those seldom read, and those read often.
 
@@ -127,8 +133,10 @@ class LeastRecent(Replacement):
     used: per tier those seldom and those often read, each with the time of its last use.
     """
 
-    def __init__(self, *, homes: Sequence[str], hits: int = 0, **rest: Any) -> None:
-        super().__init__(homes=homes, **rest)
+    def __init__(
+        self, *, chain: Sequence[str], homes: Sequence[str], movable: Sequence[bool], size: Sequence[int], hits: int = 0
+    ) -> None:
+        super().__init__(chain=chain, homes=homes, movable=movable, size=size)
         self._hits = hits
         # a dict keeps the order in which its keys were last put in
         self.used: dict[str, tuple[dict[int, int], dict[int, int]]] = {home: ({}, {}) for home in homes}
