@@ -45,8 +45,8 @@ the simulator was developed and those that are only checked; **no figure of the 
 Differences are (ours / theirs − 1): a positive one of a rate is a run that is too fast here. A CPU launches the ops,
 under the stack of the row (`dispatch = "cpu"`), or a graph where the row says so. Where the memory of the card was
 read, ours is what PyTorch's allocator would reserve for the tensors and what lies beside them (`card_reading`): the
-context, 0.4 GB, cuBLAS's workspaces, and NCCL's buffers, 0.6 to 1.6 GB for the ranks that exchange. `hf` says how
-large its context is.
+context, 0.4 GB, cuBLAS's workspaces, and NCCL's buffers, 0.6 to 1.6 GB for the ranks that exchange; where the source's
+container says which PyTorch ran, with what that version holds for collectives. `hf` says how large its context is.
 
 """
 
