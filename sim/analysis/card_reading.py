@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class CardReading:
     context: of the runtime.
     workspaces: of cuBLAS.
     communicators: buffers of NCCL; None where it is not known how many channels such cards have, and there are any.
+    bytes: all of it, as far as it is known.
     """
 
     device: int
@@ -45,11 +46,11 @@ class CardReading:
     context: int
     workspaces: int
     communicators: int | None
+    bytes: int = field(init=False)
 
-    @property
-    def bytes(self) -> int:
-        """All of it, as far as it is known."""
-        return self.tensors + self.context + self.workspaces + (self.communicators or 0)
+    def __post_init__(self) -> None:
+        known = self.tensors, self.context, self.workspaces, self.communicators or 0
+        object.__setattr__(self, "bytes", sum(known))
 
 
 def card_reading(log: EventLog, pytorch: str = CURRENT) -> tuple[CardReading, ...]:
