@@ -14,6 +14,8 @@ from sim.trace.graph import Trace
 from sim.trace.kept import MOST_COMMON, had_in_common, kept, kept_together
 
 Acts = TypeVar("Acts", bound=Action)
+MOST_OPS = 200_000
+"""Up to how many ops in all the rewritten traces have that are kept for a structure."""
 
 
 class _Decided(NamedTuple):
@@ -104,7 +106,8 @@ def rewriting(trace: Trace, key: Hashable, decide: Collection[int], make: Callab
         if not trace.structure.is_shared:
             return make()
         alike = "rewritten", (key, sizes_of(trace, decide))
-        known: list[tuple[Plan, Resized]] = kept(trace.structure, *alike, list, MOST_COMMON)
+        most = min(MOST_COMMON, max(1, MOST_OPS // len(trace.op_columns.name)))
+        known: list[tuple[Plan, Resized]] = kept(trace.structure, *alike, list, most)
         if known:
             first, rewritten = known[0]
             return replace(first, trace=rewritten.over(trace))

@@ -94,7 +94,7 @@ class SuperOffload(Policy):
             return Plan(trace)
         chosen = sorted(op for group in on_cpu for op in group)
         homes = tuple(problem.platform.home(device).name for device in range(trace.devices))
-        key = ("superoffload", tuple(chosen), self.lag, host, homes)
+        key = self, tuple(chosen), host, homes
         return rewriting(trace, key, chosen, lambda: self._split(trace, chosen, host, homes))
 
     def _split(self, trace: Trace, chosen: Sequence[int], host: str, homes: Sequence[str]) -> Plan:

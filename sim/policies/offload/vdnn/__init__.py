@@ -162,10 +162,11 @@ class Vdnn(Policy):
         return floor
 
     def _faster(self, problem: Problem, plan: Plan, log: EventLog, floor: Plan) -> Plan:
-        """A plan that was replayed, unless `floor` is faster; that is replayed only where it could be."""
-        if log.end <= problem.least_ns(floor) or log.end <= problem.evaluate(floor).end:
+        """A plan that was replayed, unless `floor` fits and is faster; that is replayed only where it could be."""
+        if log.end <= problem.least_ns(floor):
             return plan
-        return floor
+        other = _fits(problem, floor)
+        return plan if other is None or log.end <= other.end else floor
 
     def _shrink(self, problem: Problem, variant: str, chosen: Mapping[int, str]) -> tuple[Plan, EventLog] | None:
         """Where memory overflows take the next smaller workspace of that op, until all fits or none is left."""
