@@ -400,6 +400,8 @@ def _laid_out(
     _check_training(trace, layout)
     _check_samples(trace, layout)
     check_division(trace, layout.tp, layout.sequence_parallel, layout.cp, layout.by_tokens)
+    if layout.keep_gathered and "fp8" in str(trace.meta.get("precision")):
+        raise LayoutError("keep_gathered: in FP8 backward reads the input in another form; nearest: false")
     check_context(trace, layout.cp)
     check_experts(trace, layout.ep, layout.cp, are_kernels_fused=kernels is not None)
     asked, layout = layout, with_layers(trace, machine, layout)

@@ -80,10 +80,13 @@ def megatron(values: Mapping[str, Any], name: str, where: str) -> Config:
     if not grouped and read.raw("kv_heads") not in (None, 1):  # 1 is the default there, and has no effect
         raise WorkloadError(f"{where}: {read.key('kv_heads')}: has an effect only with group_query_attention: true")
     hidden, heads, kv_heads, head = read.heads(grouped=grouped)
+    kv_heads = 1 if grouped and read.raw("kv_heads") is None else kv_heads
     gated, squared = read.flag("gated", False), read.flag("squared", False)
     if gated and squared:
         raise WorkloadError(f"{where}: swiglu and squared_relu are both given: an MLP has one activation")
     position = "rotary" if read.flag("rope", False) else read.choice("position", POSITIONS, "learned_absolute")
+    if position == "learned" and (given.get("no_position_embedding") or given.get("add_position_embedding") is False):
+        raise WorkloadError(f"{where}: no_position_embedding: not with position_embedding_type 'learned_absolute'")
     return Config(
         name=name,
         family="megatron",

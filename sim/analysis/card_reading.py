@@ -106,16 +106,16 @@ def _of_tensors(log: EventLog, device: int, pytorch: str) -> int:
 def _communicators(log: EventLog, device: int) -> Iterator[int]:
     """How many ranks each communicator has that a device exchanges with by collectives."""
     c = log.trace.op_columns
-    axes: dict[str, int] = {}
-    for op, ring in c.ring.items():
-        if c.device[op] == device and ring.ranks > 1:
-            axes[ring.axis] = max(axes.get(ring.axis, 0), ring.ranks)
-    yield from axes.values()
     members: dict[str, set[int]] = {}
     for op, name in c.group.items():
         if c.kind[op] not in (SEND, RECV):
             members.setdefault(name, set()).add(int(c.device[op]))
     yield from map(len, {frozenset(group) for group in members.values() if device in group and len(group) > 1})
+    axes: dict[str, int] = {}
+    for op, ring in c.ring.items():  # of one rank that stands for all
+        if c.device[op] == device and ring.ranks > 1 and len(members.get(c.group.get(op, ""), ())) < 2:
+            axes[ring.axis] = max(axes.get(ring.axis, 0), ring.ranks)
+    yield from axes.values()
 
 
 def _neighbours(log: EventLog, device: int) -> tuple[int, int]:

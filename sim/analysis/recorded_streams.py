@@ -18,6 +18,7 @@ device, whatever they print; captured graphs have pools of their own.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -44,11 +45,11 @@ def recorded_exchanges(log: EventLog, device: int, pytorch: str) -> list[int]:
 
     Raises TiersimError where that names no version.
     """
-    try:
-        version = tuple(int(part) for part in pytorch.split(".")[:2])
-    except (AttributeError, ValueError):
-        text = f"{pytorch}" if isinstance(pytorch, (int, float)) else "2.8"
-        raise TiersimError(f"pytorch: needs a version, has {pytorch!r}; nearest: '{text}'") from None
+    found = re.match(r"(\d+)\.(\d+)", pytorch, re.ASCII) if isinstance(pytorch, str) else None
+    if found is None:
+        nearest = f"{pytorch}" if isinstance(pytorch, float) else "2.8"
+        raise TiersimError(f"pytorch: needs a version, has {pytorch!r}; nearest: '{nearest}'")
+    version = int(found[1]), int(found[2])
     if version >= UNRECORDED:
         return []
     c = log.trace.op_columns
@@ -96,15 +97,15 @@ def reserved_with_streams(log: EventLog, device: int, recorded: list[int], launc
 
 
 def _runs(log: EventLog) -> Iterator[tuple[int, int, int]]:
-    """Start and end of each run of an op, with the op; what a stage receives is what the other one sends."""
+    """Start and end of each run of an op, with the op: of all members of a group, which has one interval."""
     c = log.trace.op_columns
-    sends = {name: op for op, name in c.group.items() if c.kind[op] == SEND}
+    members: dict[str, list[int]] = {}
+    for op, name in c.group.items():
+        members.setdefault(name, []).append(op)
     rows = (log.interval("op") >= 0) & (log.interval("why") != WHY["stall"])
     rows &= (log.interval("tensor") < 0) | np.isin(c.kind[log.interval("op")], EXCHANGES)
     for start, end, op in log.intervals[rows][:, [0, 1, 5]].tolist():
-        yield start, end, op
-        if c.kind[op] == RECV:
-            yield start, end, sends[c.group[op]]
+        yield from ((start, end, each) for each in members.get(c.group.get(op, ""), (op,)))
 
 
 def _asked(log: EventLog, runs: Iterable[tuple[int, int, int]], launches: int) -> dict[int, list[tuple[int, int]]]:

@@ -139,7 +139,7 @@ class _Division:
     term: of a tensor of which this rank has a term of a sum only, the dimension summed over and the new tensor.
     gathered: what has been gathered for ops of a phase and layer, or, where it is kept, of a layer.
     kept: of the inputs that forward gathers or copies, and backward reads, too, this rank's share, or the original.
-    copies: with `sum_each`, per tensor the copies of layers that read it, by their names.
+    read: with `sum_each` and `keep_gathered`, per tensor what each op of forward has read for it, by the op's name.
     read_in_backward: the new tensors that backward reads.
     looks_up_own: whether embeddings are whole, so that each rank looks up those of its tokens.
     """
@@ -156,7 +156,7 @@ class _Division:
     ) -> None:
         self.trace, self.ranks, self.tokens, self.context = trace, ranks, tokens, tokens == CONTEXT
         self.keep_gathered, self.kept = keep_gathered, dict[int, int]()
-        self.sum_each, self.copies = sum_each, dict[int, dict[str, int]]()
+        self.sum_each, self.read = sum_each, dict[int, dict[str, int]]()
         self.read_in_backward = set[int]()
         self.axis = CONTEXT if self.context else TENSOR
         self.mark = f".{CONTEXT}" if self.context else ""  # in names, since both divisions may exchange a tensor
@@ -212,6 +212,9 @@ class _Division:
             reads = [self._read(t, op, dimension) if t in used else self._held(t, op) for t in op.reads]
         if op.phase == "backward":
             self.read_in_backward.update(reads)
+        elif op.phase == "forward" and (self.sum_each or self.keep_gathered):
+            for t, new in zip(op.reads, reads, strict=True):
+                self.read.setdefault(t, {})[op.name] = new
         if dimension == TENSOR and (rows := self.dims.rowwise(op.id)) >= 0:
             reads.append(self._rows(rows, op))
         if not dimension:
@@ -368,22 +371,22 @@ class _Division:
     def _copy(self, t: int, whole: int, op: Op) -> int:
         """The copy of its input that a layer divided by columns makes in forward and reads in backward."""
         if op.phase == "backward":
-            return self._copied(t, op, whole)
-        if op.phase != "forward" or t in self.dims.has[TENSOR] or self.tensors[t].role != "activation":
+            return self._as_in_forward(t, op, whole)
+        is_input = t == op.reads[0] and self.tensors[t].role == "activation"
+        if op.phase != "forward" or t in self.dims.has[TENSOR] or not is_input:
             return whole
         tensor, name = self.tensors[t], f"{self.tensors[t].name}.for.{op.name}"
         copy = self.new.tensor(tensor, name=name, replaces=None)
-        self.copies.setdefault(t, {})[op.name] = copy
         self.new.glue(f"{name}.copy", "copy", [whole], [copy], **self._fields(t, op, op.layer))
         if tensor.saved_for:
             self.kept[copy] = whole
         return copy
 
-    def _copied(self, t: int, op: Op, otherwise: int) -> int:
-        """The copy of a tensor that the layer of an op of backward has made, `otherwise` where it has made none."""
-        made = self.copies.get(t, {})
-        names = [name for name in made if op.name.startswith(name + ".")]
-        return made[max(names, key=len)] if names else otherwise
+    def _as_in_forward(self, t: int, op: Op, otherwise: int) -> int:
+        """What the op whose backward this one belongs to has read for a tensor, where it is kept; else `otherwise`."""
+        read = self.read.get(t, {})
+        names = [name for name in read if op.name.startswith(f"{name}.bwd")]
+        return read[max(names, key=len)] if names and op.phase == "backward" else otherwise
 
     def _by_tokens(self, t: int, op: Op) -> int:
         """This rank's tokens of what an op of attention reads, or the whole of what has none."""
@@ -399,10 +402,8 @@ class _Division:
 
     def _held(self, t: int, op: Op | None = None) -> int:
         """A tensor in the form that there is, for an op that only holds it: what was kept, or copied, for that."""
-        if op is not None and self.keep_gathered and (t, "", op.layer) in self.gathered:
-            return self.gathered[t, "", op.layer]
         own = next(iter(self.forms[t].values())) if self.forms[t] else self.term[t][1]
-        return own if op is None else self._copied(t, op, own)
+        return own if op is None else self._as_in_forward(t, op, own)
 
     def _whole(self, t: int, op: Op) -> int:
         """All of a tensor: as it is, summed or gathered."""

@@ -14,6 +14,7 @@ from sim.errors import TiersimError
 from sim.hardware.platform import Dispatch, Link, Platform, rank_link
 from sim.layout import lay_out
 from sim.plan import Plan
+from sim.rewrites.ranks import all_ranks
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Ring
 from tests.rewrites.test_replicas import line
@@ -130,7 +131,21 @@ def test_a_layout_reserves_more_under_an_older_version() -> None:
     assert {(each.context, each.communicators) for each in (middle, old)} == {(new.context, new.communicators)}
 
 
-@pytest.mark.parametrize("wrong", ["two", "", None, 2.3])
+@pytest.mark.parametrize("layout", [{"tp": 2, "sum_each": True}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_every_rank_reads_what_the_one_that_stands_for_all_does(layout: dict) -> None:
+    """Members of a group have one interval in the log, and one communicator."""
+    trace = transformer(SMALL, batch=4, sequence=256, precision="mixed_bf16", attention="flash", loss="vocab_parallel")
+    machine = load_profile("a100_80_sxm", overrides={"devices": "8", "dispatch": "cpu", **CACHING})
+    divided, platform = lay_out(trace, machine, layout)
+    every = all_ranks(divided)
+    (one,) = card_reading(simulate(divided, platform).log, "2.3")
+    both = card_reading(simulate(every, machine).log, "2.3")
+    assert len(both) == 2
+    assert {each.communicators for each in both} == {one.communicators}
+    assert {each.tensors for each in both} == {one.tensors}
+
+
+@pytest.mark.parametrize("wrong", ["two", "", None, 2.3, b"2.3", "-1.0", True])
 def test_what_is_no_version_is_refused(wrong: object) -> None:
     log = replay(Plan(layers(True)), machine(line(1, 1)))
     with pytest.raises(TiersimError, match="pytorch: needs a version"):

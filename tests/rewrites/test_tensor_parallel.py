@@ -182,6 +182,25 @@ def test_layers_that_sum_each_for_itself(family: str, inputs: int, linears: int)
     assert [op.kind for op in copies] == ["copy"] * linears
 
 
+@pytest.mark.parametrize("kept", [{"sum_each": True}, {"sequence_parallel": True, "keep_gathered": True}], ids=str)
+def test_an_adapter_keeps_what_it_reads_and_not_what_the_frozen_layer_beside_it_copied(kept: dict) -> None:
+    """Frozen weights have no gradient, for which an input would be kept; adapters read their own dropout's result."""
+    config = {**FAMILIES["llama"], "model_type": "llama"}
+    given = {"lora_rank": 2, "lora_dropout": 0.1, "lora_targets": "all-linear"}
+    base = transformer(config, batch=4, sequence=16, precision="bf16", loss="fused", **given)
+    trace = divide_layers(base, 2, **kept)
+    copies = {t.id for t in trace.tensors if ".for." in t.name and t.role == "activation" and "lora" not in t.name}
+    assert copies
+    assert copies.isdisjoint(saved_tensors(trace).tolist())
+    assert not any(trace.tensors[t].saved_for for t in copies)
+
+
+def test_biases_are_not_copied_under_autocast() -> None:
+    base = transformer(GPT, batch=2, sequence=16, precision="amp_bf16", loss="fused")
+    names = [op.name for op in divide_layers(base, 2, sum_each=True).ops if op.name.endswith(".copy")]
+    assert not [name for name in names if "bias" in name]
+
+
 def traffic(trace: Trace, layer: int) -> list[tuple[str, int, int]]:
     """Phase, passes and bytes sent of each collective of a layer before the update."""
     ops = [op for op in trace.ops if op.ring is not None and op.layer == layer and op.phase != "update"]
@@ -369,6 +388,11 @@ def test_time_of_a_layer_whose_sums_are_beside_its_weight_gradients() -> None:
         ({}, {"sequence_parallel": True}, "divides tokens among the ranks of tp, which is 1; nearest: tp 2"),
         ({}, {"tp": 2, "keep_gathered": True}, "keep_gathered: .* only with sequence_parallel; nearest: false"),
         ({}, {"tp": 2, "sequence_parallel": True, "keep_gathered": 1}, "keep_gathered: needs true or false, has 1"),
+        (
+            {"precision": "mixed_fp8"},
+            {"tp": 2, "sequence_parallel": True, "keep_gathered": True},
+            "keep_gathered: in FP8 .* nearest: false",
+        ),
         ({}, {"sum_each": True}, "sum_each: needs tp.* nearest: false"),
         ({}, {"tp": 2, "async_sums": True, "sum_each": True}, "sum_each: needs tp.* nearest: false"),
         ({}, {"async_sums": True}, "async_sums: the ranks of tp sum .* nearest: tp 2"),

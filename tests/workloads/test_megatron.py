@@ -217,3 +217,13 @@ def test_a_tokens_passes_and_adapters_have_the_same_parts():
     assert adapted.meta["trainable_parameters"] == 3 * 2 * ends
     one = transformer(mixture, batch=2, sequence=8, lora_rank=2, lora_targets="linear_fc1")
     assert one.meta["trainable_parameters"] == 3 * 2 * (64 + 2 * 176)
+
+
+def test_groups_without_their_number_are_one():
+    assert config(group_query_attention=True).kv_heads == 1
+
+
+def test_positions_that_are_left_out_are_not_learned():
+    with pytest.raises(WorkloadError, match="not with position_embedding_type 'learned_absolute'"):
+        config(no_position_embedding=True)
+    assert not config(no_position_embedding=True, **ROPE).learned
