@@ -256,7 +256,6 @@ class Plan:
         # what has been replayed is not replayed again, so whoever made the lists must not change them in a plan
         object.__setattr__(self, "actions", counted(self.actions, len(self.trace.op_columns.name)))
         object.__setattr__(self, "place", dict(self.place))
-        object.__setattr__(self, "notes", dict(self.notes))
 
     def __repr__(self) -> str:
         kinds = Counter(type(action).__name__ for action in self.actions)

@@ -56,6 +56,12 @@ QUICK = {
 """Per package the tests of `pytest -m quick`, by the beginning of their ids: a minute in all on two cores."""
 
 LONG = (
+    "rewrites/test_experts_one_after_another.py",
+    "rewrites/test_mixtures_of_parts.py",
+    "rewrites/test_eight_bits_on_many_devices.py::test_any_layout_computes_the_same",
+    "test_advice.py::test_ctrl_c_keeps_what_was_found[json",
+    "test_least_time.py::test_no_policy_beats_the_bound",
+    "test_offload_page.py::test_what_was_published_of_zero_offload_is_what_runs_come_to",
     "rewrites/test_context_parallel.py::test_any_mixture_computes_the_same",
     "rewrites/test_equal_dimensions.py",
     "rewrites/test_accumulated_gradients.py",
