@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+import numpy as np
+
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import PlansFrom, by_parameter
@@ -85,8 +87,11 @@ class SelectiveRecompute(RecomputationPlanner):
         if self.recompute == "attention_core":
             reruns = region_reruns(index, _cores(index, layers), early_stop=bool(self.early_stop))
         else:
-            kept = _expensive if self.recompute == "all_but_matmul" else _torchtitans
-            keep = {op for layer in layers for op in kept(trace, layer.forward)}
+            if self.recompute == "all_but_matmul":
+                keep = {op for layer in layers for op in _expensive(trace, layer.forward)}
+            else:
+                weights = _weights(trace)
+                keep = {op for layer in layers for op in _torchtitans(trace, layer.forward, weights)}
             stop = self.early_stop is not False
             reruns = region_reruns(index, layers, early_stop=stop, keep=keep, before="saved")
             held = held_by(index, reruns)
@@ -104,14 +109,14 @@ def _expensive(trace: Trace, layer: Iterable[int]) -> Iterator[int]:
     return (op for op in layer if KINDS[kind[op]] in EXPENSIVE)
 
 
-def _torchtitans(trace: Trace, layer: Iterable[int]) -> Iterator[int]:
+def _torchtitans(trace: Trace, layer: Iterable[int], weights: set[int]) -> Iterator[int]:
     """Every other product of an activation and a weight alone, the first included; fused attention; reduce-scatters."""
     c, count = trace.op_columns, 0
     for op in layer:
         kind = KINDS[c.kind[op]]
         if kind == "attention" or (kind == "collective" and _scatters(trace, op)):
             yield op
-        elif kind == "matmul" and _is_mm(trace, op):
+        elif kind == "matmul" and _is_mm(trace, op, weights):
             count += 1
             if count % 2:
                 yield op
@@ -123,20 +128,20 @@ def _scatters(trace: Trace, op: int) -> bool:
     return ring is not None and ring.passes == 1 and less
 
 
-def _is_mm(trace: Trace, op: int) -> bool:
+def _is_mm(trace: Trace, op: int, weights: set[int]) -> bool:
     """Whether it multiplies an activation and a weight, and adds nothing."""
     reads = trace.reads(op)
-    return len(reads) == 2 and any(_is_weight(trace, t) for t in reads)
+    return len(reads) == 2 and any(t in weights for t in reads)
 
 
-def _is_weight(trace: Trace, tensor: int) -> bool:
-    """Whether a tensor is a weight, or made of weights alone: cast, gathered or dequantised."""
-    producer = int(trace.producer[tensor])
-    if producer < 0:
-        return bool(trace.tensor_columns.role[tensor] == WEIGHT)
-    reads = trace.reads(producer)
-    kind = KINDS[trace.op_columns.kind[producer]]
-    return kind != "matmul" and bool(len(reads)) and all(_is_weight(trace, t) for t in reads)
+def _weights(trace: Trace) -> set[int]:
+    """The weights, and the tensors made of weights alone: cast, gathered or dequantised."""
+    found = set(np.flatnonzero((trace.producer < 0) & (trace.tensor_columns.role == WEIGHT)).tolist())
+    for op, kind in enumerate(trace.op_columns.kind):
+        reads = trace.reads(op)
+        if reads and KINDS[kind] != "matmul" and found.issuperset(reads):
+            found.update(trace.writes(op))
+    return found
 
 
 def _cores(index: TraceIndex, layers: list[Region]) -> list[Region]:

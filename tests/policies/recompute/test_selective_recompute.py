@@ -94,6 +94,24 @@ def test_all_three_ways_are_ordered_by_memory_and_by_time(run):
     assert max(facts[1].time, facts[2].time) < facts[3].time
 
 
+def test_every_second_product_of_a_deep_stack_is_recomputed(run):
+    trace = transformer(
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 300,
+            "hidden_size": 16,
+            "num_attention_heads": 1,
+            "intermediate_size": 32,
+            "max_position_embeddings": 8,
+            "vocab_size": 32,
+        },
+        batch=1,
+        sequence=8,
+    )
+    facts = run(trace, "selective_recompute", recompute="every_second_product")
+    assert facts.rerun
+
+
 def test_products_are_never_made_twice(run):
     for trace in (gpt2(), w1(4)):
         facts = run(trace, "selective_recompute")
