@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -257,9 +258,9 @@ print(most() - before, said)
 """
 
 
-def packed(piece: bytes, size: int) -> bytes:
-    """`size` bytes of one piece over and over, gzipped."""
-    return gzip.compress(piece * (size // len(piece)), 6, mtime=0)
+def packed(piece: bytes, size: int) -> Callable[[], bytes]:
+    """`size` bytes of one piece over and over, gzipped, when they are asked for: that takes seconds."""
+    return lambda: gzip.compress(piece * (size // len(piece)), 6, mtime=0)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the high-water mark from /proc")
@@ -298,10 +299,10 @@ def packed(piece: bytes, size: int) -> bytes:
         "numbers",
     ],
 )
-def test_a_hostile_file_takes_bounded_memory(data: bytes, words: str, folder: Path) -> None:
+def test_a_hostile_file_takes_bounded_memory(data: bytes | Callable[[], bytes], words: str, folder: Path) -> None:
     """16 MiB may be read: what a process takes at most is counted by its own high-water mark."""
     path = folder / "hostile"
-    path.write_bytes(data)
+    path.write_bytes(data() if callable(data) else data)
     ran = subprocess.run(
         [sys.executable, "-c", MEMORY, str(path), str(MOST)], capture_output=True, text=True, check=True, cwd=ROOT
     )
