@@ -58,7 +58,7 @@ def card_reading(log: EventLog, pytorch: str = CURRENT) -> tuple[CardReading, ..
 
     pytorch: the version that ran, such as "2.3"; by default one that holds no blocks for collectives.
 
-    Raises TiersimError where that names no version.
+    Raises TiersimError where that names no version, or where what its collectives hold leaves no room for the rest.
     """
     card = _cards().get(log.platform.name.partition(" ")[0])
     if card is None:
