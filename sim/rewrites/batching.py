@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import TraceError
+from sim.rewrites.dimensions import has_sums
 from sim.rewrites.expert_parallel import expert_share
 from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.rewrites.slots import owner, weights_of
 from sim.trace.graph import PERSISTENT, Trace
-from sim.trace.op import PHASE_CODE, Op, Ring
+from sim.trace.op import KIND_CODE, PHASE_CODE, Op, Ring
 from sim.trace.origin import Expr, Microbatch, Same
 from sim.trace.series import Mark
 from sim.trace.tensor import ROLE_CODE, Tensor
@@ -65,7 +66,8 @@ def batched(trace: Trace) -> NDArray[np.bool_]:
     states, and tensors whose shape rules it out (a scalar, a random state). The exceptions, and all results of ops that
     split by `batch_sum`, are sums over the samples or the same for all of them. Of results of `batch_own` those of one
     dimension are statistics. Where one op of backward has several results, that of a weight's name is a gradient of its
-    copy in another type, and one in the shape of an operand without rows is that operand's: both are sums.
+    copy in another type, and one in the shape of an operand without rows is that operand's: both are sums. So are the
+    gradients that a chunk of head and loss adds to, but for that in the shape of its input.
     """
     c, own = trace.tensor_columns, own_ops(trace)
     splits = _splits_by(trace, "batch") | own
@@ -83,10 +85,21 @@ def batched(trace: Trace) -> NDArray[np.bool_]:
             having, lacking = ({forms[t] for t in trace.reads(op) if out[t] == rows} for rows in (True, False))
             out[[t for t in made if forms[t] in lacking - having - {(None, None)}]] = False
     sums = np.append(_splits_by(trace, "batch_sum"), False)[trace.producer]
+    for op in _sums_in_forward(trace):
+        of_weights = [t for t in trace.writes(op) if c.shape.get(t) != c.shape.get(trace.reads(op)[2])]
+        out[of_weights], sums[of_weights] = False, True
     for t in np.flatnonzero(sums & (c.replaces >= 0)).tolist():  # what is scaled or added to in place is a sum, too
         while (t := int(c.replaces[t])) >= 0:
             out[t] = False
     return out
+
+
+def _sums_in_forward(trace: Trace) -> list[int]:
+    """The products of forward that add to the gradients so far, see `has_sums`."""
+    c = trace.op_columns
+    products = np.flatnonzero((c.kind == KIND_CODE["matmul"]) & (c.phase == PHASE_CODE["forward"]))
+    several = products[np.diff(c.read_start)[products] > 3]
+    return [op for op in several.tolist() if has_sums(trace.ops[op])]
 
 
 def _has_no_rows(shape: tuple[int, ...], name: str, trace: Trace) -> bool:

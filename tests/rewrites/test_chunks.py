@@ -92,6 +92,21 @@ def test_each_part_computes_its_part(layout: dict, model: str, options: dict) ->
     assert found(all_ranks(trace), base).keys() <= {"repeated"} | late
 
 
+@pytest.mark.parametrize("layout", [{"micro_batches": 4}, {"tp": 2, "dp": 2, "micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("stack", ["compiled", "fused"])
+@pytest.mark.parametrize("model", ["gpt2", "mixtral"])
+def test_a_microbatch_has_a_whole_gradient_of_the_head_in_fused_kernels(model: str, stack: str, layout: dict) -> None:
+    """Of the head's input it has its rows; kernels are fused by the stack, or after the layers have been divided."""
+    options = {"attention": "flash", "precision": "amp_bf16"}
+    later, early = step(model, **options), step(model, stack=stack, **options)
+    for base, kernels in ((later, partial(with_stack, stack=stack)), (early, None))[: 1 if "tp" in layout else 2]:
+        trace, _ = lay_out(base, "a100_80_sxm", layout, kernels=kernels)
+        size = {t.name: t.bytes for t in trace.tensors}
+        assert size["head.dw.mb1"] == 2 * 128 * 32 // layout.get("tp", 1)
+        assert size["head.dx.mb1"] == 2 * 8 * 700 * 32 // 4
+        assert found(trace, base).keys() <= {"repeated"}
+
+
 RANKS = [
     {"tp": 2},
     {"tp": 4, "micro_batches": 2, "sequence_parallel": True},
