@@ -321,7 +321,8 @@ class _Split:
                 self._in_microbatch(op, k)
             elif self.repeated[op.id]:
                 reads, writes = ([self.place(self.tensors[t], k) for t in ids] for ids in (op.reads, op.writes))
-                self._undivided(op, name=f"{op.name}.mb{k}", reads=reads, writes=writes)
+                name, group = _in_microbatch(op, k)
+                self._undivided(op, name=name, group=group, reads=reads, writes=writes)
                 self.which.append((op.id, k))
             elif op.id in self.joining:
                 continue
@@ -499,7 +500,7 @@ class _Split:
             return
         writes = [self.place(self.tensors[t], k) for t in op.writes]
         by_expert = self.experts is not None and op.id in self.experts.ops
-        name, group = f"{op.name}.mb{k}", f"{op.group}.mb{k}" if op.group else ""
+        name, group = _in_microbatch(op, k)
         first, stop, members = self.first(k), self.first(k) + 1, 1 if by_expert else self.members
         part, n, of_group = first * members, self.total * members, self._of_group(op.id, first, stop)
         like = self.like_op.get(op.id)
@@ -649,6 +650,11 @@ class _Split:
             reads = [*pieces, *self.storages.get(t, ())]
             self.new.glue(f"{tensor.name}.concat", "copy", reads, [self.whole[t]], **fields)
             self.which.append((int(self.trace.producer[t]), self.n - 1))
+
+
+def _in_microbatch(op: Op, k: int) -> tuple[str, str]:
+    """The names of an op in microbatch k and of its group, "" for none."""
+    return f"{op.name}.mb{k}", f"{op.group}.mb{k}" if op.group else ""
 
 
 def _sums_over_tokens(trace: Trace) -> list[int]:

@@ -239,8 +239,11 @@ def _axis_by_size(trace: Trace, shape: tuple[int, ...] | None) -> int:
 
 
 def _has_columns(t: Tensor) -> bool:
-    """Whether a shape can hold heads, columns or a vocabulary: no scalar, no random state."""
-    return len(t.shape or ()) > 1
+    """Whether a tensor can hold heads, columns or a vocabulary: no scalar, no random state.
+
+    Of an expert's rows for a part of the tokens the axes are known where their number is not.
+    """
+    return len(t.axes or t.shape or ()) > 1
 
 
 def _passes(op: Op, divided: set[int], tensors: list[Tensor]) -> bool:

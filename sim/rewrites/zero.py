@@ -158,9 +158,14 @@ class _Sharding:
                 self.copying |= dict.fromkeys(op.writes, op.id)
         found.update(self.copying)
         for op in self.ops:
-            if _among_replicas(op) or self._updates(op) or (op.id in self.glue and found.intersection(op.reads)):
+            reads_parts = any(t in found and not self._is_gathered(t, op) for t in op.reads)
+            if _among_replicas(op) or self._updates(op) or (op.id in self.glue and reads_parts):
                 found.update(op.writes)
         return found
+
+    def _is_gathered(self, t: int, op: Op) -> bool:
+        """Whether an op reads all of what a replica has a part of: a weight before its update, or a copy of one."""
+        return op.phase != "update" and (self.trace.producer[t] < 0 or t in self.copying)
 
     def _is_buffer(self, t: int) -> bool:
         """Whether forward renews a weight: running statistics, which each replica has whole."""
@@ -232,7 +237,7 @@ class _Sharding:
             fresh = [t for t in op.writes if self.tensors[t].role == "weight"] if self.level < 3 else []
             if fresh:
                 self._gather_updated(op, fresh)
-        elif op.ring is not None and self.parts.intersection(op.reads):  # a sum over other ranks, of parts
+        elif op.ring is not None and self.parts.intersection(op.writes):  # a sum over other ranks, of parts
             size = sum(self.new.builder.bytes_of(t) for t in reads)
             self.new.op(op, reads=reads, writes=writes, bytes=sent(size, op.ring))
         else:
@@ -292,14 +297,14 @@ class _Sharding:
         starts: dict[int, list[_Gather]] = {}
         if self.level < 3:
             return of_op, starts
-        phase, producer = self.trace.op_columns.phase, self.trace.producer
+        phase = self.trace.op_columns.phase
         casts = {t: op.reads for op in self.ops if self._casts(op) for t in op.writes}
         before: dict[int, list[_Gather]] = {}  # per device, in order
         held: dict[int, dict[int, _Gather]] = {}  # per device, gathered weights that were not freed
         for run in self._runs([op.id for op in self.ops if phase[op.id] != UPDATE]):
             reading = (op for op in run if self.copying.keys().isdisjoint(self.trace.writes(op)))
             operands = dict.fromkeys(t for op in reading for t in self.trace.reads(op))
-            read = [t for t in operands if t in self.parts and (producer[t] < 0 or t in self.copying)]
+            read = [t for t in operands if t in self.parts and self._is_gathered(t, self.ops[run[0]])]
             of_casts = dict.fromkeys(w for t in operands for w in casts.get(t, ()) if phase[run[0]] == BACKWARD)
             unread = [t for t in of_casts if t not in operands]
             if read or unread:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from sim import simulate
 from sim.conformance.replayed import run_policy
 from sim.conformance.suite import CHECKS, breaks
 from sim.errors import LayoutError
@@ -125,6 +126,29 @@ def test_the_rows_of_another_ranks_tokens_are_wrong() -> None:
     object.__setattr__(other, "origin", replace(trace.origin, tensors=tuple(claims)))
     wrong = {each.op for each in departures(other, step()) if each.what == "wrong"}
     assert wrong >= {"h0.mlp.expert1.dispatch", "h0.mlp.expert1.gate"}
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("layout", [{"pp": 2, "micro_batches": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_a_rank_of_tp_and_cp_has_its_columns_of_an_expert_for_the_rows_of_its_tokens(layout: dict, named: bool) -> None:
+    """Whatever remains of the rows. Where a trace names no axes such rows are not known, and weights are gathered."""
+    base = step() if named else unnamed(step())
+    trace, platform = lay_out(base, "a100_80_sxm", {"tp": 2, "cp": 2, **layout})
+    assert any(rows % 2 for rows in loads())
+    assert {each.what for each in departures(trace, base)} <= {"repeated"}
+    gathers = [op for op in trace.ops if op.ring == Ring("tensor", 2, 1) and ".weight.for." in op.name]
+    assert bool(gathers) != named
+    assert {op.bytes for op in gathers} <= {2 * H * FFN // 2}
+    flops = {op.name: op.flops for op in trace.ops}
+    for expert, rows in enumerate(loads() if named else ()):
+        assert flops[f"h0.mlp.expert{expert}.gate.mb0"] == 2 * rows * H * FFN // 8
+    assert simulate(trace, platform).log.end
+
+
+def unnamed(trace: Trace) -> Trace:
+    """The trace without names of axes, as one that is imported."""
+    columns = replace(trace.tensor_columns, axes={})
+    return Trace(columns, trace.op_columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta)
 
 
 @pytest.mark.parametrize("t", [2, 4])
