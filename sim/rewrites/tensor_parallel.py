@@ -262,7 +262,7 @@ class _Division:
         adds = op.kind != "copy" and self.sum_each and op.phase == "backward"
         if len(terms) == 1 and "" not in terms and not adds and dims.takes_terms(op.id) and self._is_summed_later(op):
             return terms.pop(), True
-        some = used or op.writes if self.context else used  # of what is filled with zeros, its results
+        some = (*used, *op.writes) if self.context else used  # a rank makes its tokens of what it has whole, too
         by_tokens = any(t in dims.has[CONTEXT] if self.context else self._has_own_tokens(t) for t in some)
         by_tokens = by_tokens or (self.looks_up_own and op.kind == "embedding")
         if self.tokens and by_tokens and dims.divides(op.id, self.tokens):

@@ -398,8 +398,8 @@ def test_counts_of_a_ranks_own_rows_are_not_those_of_all() -> None:
 # ---- faults that the law finds -----------------------------------------------------------------------
 
 
-def whats(trace: Trace) -> set[str]:
-    return {each.what for each in departures(trace, step())}
+def whats(trace: Trace, base: Trace | None = None) -> set[str]:
+    return {each.what for each in departures(trace, base or step())}
 
 
 def test_attention_to_its_own_keys_alone_is_wrong() -> None:
@@ -477,3 +477,14 @@ def test_rotary_tables_are_of_a_ranks_own_tokens(ranks: int) -> None:
     tables = [name for name in whole if name.startswith("rotary.")]
     assert len(tables) == 2
     assert all(own[name] * ranks == whole[name] for name in tables)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("stack", ["eager", "compiled"])
+def test_a_loss_in_several_kernels_has_gradients_of_a_ranks_own_tokens(batch: int, stack: str) -> None:
+    """Of one sample PyTorch's labels are a view of padded ones, which have no tokens that could be divided."""
+    base = transformer(LLAMA, batch=batch, sequence=TOKENS, precision="mixed_bf16", loss="torch", attention="flash")
+    trace, _ = lay_out(base, "a100_80_sxm", {"cp": 2, "tp": 2}, kernels=partial(with_stack, stack=stack))
+    assert whats(trace, base) <= {"repeated"}
+    whole, own = (t.bytes for of in (base, trace) for t in of.tensors if "loss.log_softmax.out.grad" in t.name)
+    assert own * 4 == whole
