@@ -172,6 +172,8 @@ class Layout:
             raise LayoutError(why)
         if self.schedule == "pipedream" and self.dp > 1:
             raise LayoutError("dp: pipedream updates after each microbatch of one pipeline; nearest: 1")
+        if self.schedule == "pipedream" and self.cp > 1 and self.zero:
+            raise LayoutError("zero: pipedream keeps several versions of each weight, all of them whole; nearest: 0")
         if self.layers not in ((), *CHOSEN) and len(self.layers) != self.parts:
             raise LayoutError(f"layers: {len(self.layers)} numbers for {self.parts} parts of the model")
 

@@ -80,7 +80,7 @@ class _Steps:
         self.new = Rewriter(trace, {"steps": n})
         self.versions: list[list[int]] = []
         self.apart = {t for op in self.ops if behind[op.id] for t in op.reads if t in self.weights}
-        for op in self.ops:
+        for op in self.ops if n > 1 else ():
             rows = next((t for t in op.reads if self.rows[t] and not self.splits[op.id]), None)
             if rows is not None:
                 name = trace.tensor_columns.name[rows]

@@ -211,6 +211,14 @@ def test_the_weights_of_another_stage_are_wrong() -> None:
     assert ("wrong", "f1.mb0") in {(each.what, each.op) for each in departures(wrong, base)}
 
 
+def test_one_step_of_samples_that_do_not_divide_is_the_whole() -> None:
+    base = transformer(CONFIG, batch=1, sequence=8, stack="compiled")
+    trace, _ = lay_out(base, "a100_80_sxm", {"pp": 2, "schedule": "pipedream"})
+    assert {each.what for each in departures(trace, base)} <= {"repeated", "delayed"}
+
+
 def test_replicas_are_refused_with_the_nearest_layout() -> None:
     with pytest.raises(LayoutError, match="dp: pipedream updates after each microbatch of one pipeline; nearest: 1"):
         lay_out(step(), "a100_80_sxm", {"dp": 2, "pp": 2, "micro_batches": 2, "schedule": "pipedream"})
+    with pytest.raises(LayoutError, match="zero: pipedream keeps several versions of each weight.*; nearest: 0"):
+        lay_out(step(), "a100_80_sxm", {"pp": 2, "cp": 2, "zero": 1, "schedule": "pipedream"})
