@@ -45,8 +45,9 @@ the simulator was developed and those that are only checked; **no figure of the 
 Differences are (ours / theirs − 1): a positive one of a rate is a run that is too fast here. A CPU launches the ops,
 under the stack of the row (`dispatch = "cpu"`), or a graph where the row says so. Where the memory of the card was
 read, ours is what PyTorch's allocator would reserve for the tensors and what lies beside them (`card_reading`): the
-context, 0.4 GB, cuBLAS's workspaces, and NCCL's buffers, 0.6 to 1.6 GB for the ranks that exchange; where the source's
-container says which PyTorch ran, with what that version holds for collectives. `hf` says how large its context is.
+context, 0.4 GB (1.4 with all kernels, where CUDA is older), cuBLAS's workspaces, and NCCL's buffers, 0.6 to 1.6 GB for
+the ranks that exchange; where the source's container says which PyTorch ran, or PaddlePaddle did, with what that holds
+for collectives. `hf` says how large its context is.
 
 """
 
@@ -91,12 +92,19 @@ REASONS = {
     ),
     "sel": "Transcribed from a paper. Kernels of Megatron-LM compute all scores of causal attention.",
     "fp70": "Recomputation and sequence parallelism are not stated. The network is a node's, 200 Gb/s.",
-    "fpgpt": "Which reading the memory is is not stated.",
+    "fpgpt": (
+        "Its table counts memory in GiB, actual of total, and is taken to be read of the card: what a stage adds "
+        "to the next one's micro-batch is then ours to the last digit (fpgpt-04, fpll1-04). Kernels are loaded from "
+        "the start, as CUDA 11.8 does by default. PaddlePaddle holds reduced gradients until its CPU knows of it; "
+        "whether that waits between micro-batches (fpgpt-01), and how far it is ahead (fpgpt13-01), are not known. Its "
+        "pool of memory stands as PyTorch's. The last stage's copy of the tied embeddings has states of its "
+        "own there, which are left out. Stages that recompute hold 2 GiB more there: not explained."
+    ),
     "fpll1": (
-        "Which reading the memory is is not stated. PaddleNLP fuses the norms alone where its page says so; rotary "
+        "Memory as fpgpt. PaddleNLP fuses the norms alone where its page says so; rotary "
         "positions, SwiGLU and the loss are kernels of their own."
     ),
-    "fpgpt13": "Which reading the memory is is not stated.",
+    "fpgpt13": "As fpgpt.",
     "fpll13": "As fpll1.",
     "fpbert": (
         "Memory is read from the card, in whole GiB, context and cached blocks included; whether fp32 "
@@ -106,8 +114,9 @@ REASONS = {
         "Gb/s each."
     ),
     "fpres": (
-        "Memory is read from the card, cached blocks and the workspaces of cuDNN's algorithms included. Its code keeps "
-        "images with channels first, which cuDNN transposes, and reads losses from the device after each step."
+        "Memory is read from the card, cached blocks and the workspaces of cuDNN's algorithms included; its CUDA, "
+        "11.4, loads all kernels. Its code keeps images with channels first, which cuDNN transposes, and reads losses "
+        "from the device after each step."
     ),
     "dleres": ("Batch and order of channels are those of the configurations beside the table."),
     "dlebert": ("Only masked tokens reach their head (20 of 128), ours takes all; LAMB stands as a fused Adam."),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.analysis.peak_memory import peak_memory
-from sim.analysis.recorded_streams import recorded_exchanges, reserved_with_streams
+from sim.analysis.recorded_streams import recorded_exchanges, recorded_in_paddle, reserved_with_streams
 from sim.log import EventLog
 from sim.trace.op import KIND_CODE, PHASE_CODE
 from sim.units import parse_bytes
@@ -53,17 +53,28 @@ class CardReading:
         object.__setattr__(self, "bytes", sum(known))
 
 
-def card_reading(log: EventLog, pytorch: str = CURRENT) -> tuple[CardReading, ...]:
+def card_reading(
+    log: EventLog, pytorch: str = CURRENT, *, paddle: bool = False, lazy_kernels: bool = True
+) -> tuple[CardReading, ...]:
     """What would be read of the card, one entry per device of the trace; () for a machine without figures for that.
 
     pytorch: the version that ran, such as "2.3"; by default one that holds no blocks for collectives.
+    paddle: whether PaddlePaddle ran instead, which holds those of gradients.
+    lazy_kernels: whether the context loads kernels as they are needed, as CUDA does by default from 12.2 on, and under
+        PyTorch from 11.7 on, with a driver of version 515 or newer; else it has all of them from the start (CUDA
+        programming guide, Lazy Loading; pytorch/pytorch, pull request 86509).
 
-    Raises TiersimError where that names no version, or where what its collectives hold leaves no room for the rest.
+    Raises TiersimError where `pytorch` names no version, or where what collectives hold leaves no room for the rest.
     """
     card = _cards().get(log.platform.name.partition(" ")[0])
     if card is None:
         return ()
-    return tuple(_of_device(log, device, card, pytorch) for device in range(log.trace.devices))
+    context = parse_bytes(_figures()["context" if lazy_kernels else "context_of_all_kernels"]["bytes"])
+    found = []
+    for device in range(log.trace.devices):
+        recorded = recorded_in_paddle(log, device) if paddle else recorded_exchanges(log, device, pytorch)
+        found.append(_of_device(log, device, card, context, recorded))
+    return tuple(found)
 
 
 @cache
@@ -77,7 +88,7 @@ def _cards() -> Mapping[str, Mapping[str, Any]]:
     return {name: card for card in _figures()["cards"] for name in card["profiles"]}
 
 
-def _of_device(log: EventLog, device: int, card: Mapping[str, Any], pytorch: str) -> CardReading:
+def _of_device(log: EventLog, device: int, card: Mapping[str, Any], context: int, recorded: list[int]) -> CardReading:
     c = log.trace.op_columns
     own = c.device == device
     products = own & (c.kind == KIND_CODE["matmul"])
@@ -88,17 +99,16 @@ def _of_device(log: EventLog, device: int, card: Mapping[str, Any], pytorch: str
         buffers = _buffers(ranks, neighbours, card["channels"]) if "channels" in card else None
     return CardReading(
         device=device,
-        tensors=_of_tensors(log, device, pytorch),
-        context=parse_bytes(_figures()["context"]["bytes"]),
+        tensors=_of_tensors(log, device, recorded),
+        context=context,
         workspaces=threads * parse_bytes(card["workspace"]),
         communicators=buffers,
     )
 
 
-def _of_tensors(log: EventLog, device: int, pytorch: str) -> int:
+def _of_tensors(log: EventLog, device: int, recorded: list[int]) -> int:
     """The most that the allocator reserved; the peak of what is resident where it keeps no reserve."""
     peak = peak_memory(log, log.platform.home(device).name)
-    recorded = recorded_exchanges(log, device, pytorch)
     held = reserved_with_streams(log, device, recorded, int(_figures()["queue"]["launches"])) if recorded else None
     return next(bytes for bytes in (held, peak.reserved_bytes, peak.bytes) if bytes is not None)
 

@@ -11,6 +11,12 @@ PyTorch, c10/cuda/CUDACachingAllocator.cpp (`process_events`, `synchronize_and_f
 150398; pytorch/torchtitan, docs/composability.md. A collective is taken to be waited for at once where the op that its
 device runs next reads what it writes.
 
+PaddlePaddle (2.5) records likewise, on the tensor that a collective is given, where that has a stream of its own: those
+of gradients and weights among replicas have (`group_sharded_stage2.py`: each gradient is reduced, then freed), those of
+tensor parallelism run on the stream of the kernels (`mp_ops.py`: `use_calc_stream=True`). Sources:
+paddle/fluid/distributed/collective/process_group_nccl.cc (`Collective`), paddle/fluid/memory/allocation/
+stream_safe_cuda_allocator.cc (`ProcessUnfreedAllocations`).
+
 The CPU waits for the device where `sim.hardware.dispatch` says so, and, under Megatron-LM's kernels, for each send and
 receive (`batch_p2p_sync` of megatron/core/model_parallel_config.py, by default). Departs: other programs wait for no
 device, whatever they print; captured graphs have pools of their own.
@@ -57,6 +63,12 @@ def recorded_exchanges(log: EventLog, device: int, pytorch: str) -> list[int]:
     if version < SYNCHRONOUS_UNRECORDED:
         return own
     return [op for op in own if not (_is_one_pass(log, op) and _is_awaited(log, op))]
+
+
+def recorded_in_paddle(log: EventLog, device: int) -> list[int]:
+    """The ops of a device whose tensors NCCL's stream is recorded on by PaddlePaddle."""
+    c = log.trace.op_columns
+    return sorted(op for op, ring in c.ring.items() if c.device[op] == device and ring.axis == "data")
 
 
 def _is_one_pass(log: EventLog, op: int) -> bool:
@@ -203,4 +215,4 @@ def _is_taken_over(row: list[int], following: list[list[int]]) -> bool:
     return any((time, -delta, op, MADE) == (each[0], each[2], each[4], each[5]) for each in following)
 
 
-__all__ = ["recorded_exchanges", "reserved_with_streams"]
+__all__ = ["recorded_exchanges", "recorded_in_paddle", "reserved_with_streams"]

@@ -46,6 +46,8 @@ def test_one_device_has_a_context_and_a_workspace_per_thread(profile, workspace)
     b.op("product", "matmul", reads=[b.tensor("x", 64, "input")], writes=[b.tensor("y", 64)], flops=64)
     (forward,) = card_reading(simulate(b.build(), platform).log)
     assert forward.workspaces == workspace
+    (all_kernels,) = card_reading(log, lazy_kernels=False)
+    assert all_kernels.bytes - found.bytes == all_kernels.context - found.context == 1343 * MIB - 400 * 10**6
 
 
 def test_a_communicator_of_eight_has_a_ring_and_a_chain_on_each_channel():

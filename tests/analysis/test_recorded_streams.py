@@ -8,7 +8,7 @@ import pytest
 
 from sim import load_profile, simulate
 from sim.analysis import card_reading
-from sim.analysis.recorded_streams import recorded_exchanges, reserved_with_streams
+from sim.analysis.recorded_streams import recorded_exchanges, recorded_in_paddle, reserved_with_streams
 from sim.engine.replay import replay
 from sim.errors import TiersimError
 from sim.hardware.platform import Dispatch, Link, Platform, rank_link
@@ -29,15 +29,14 @@ AHEAD = Dispatch("eager", 10, 10, 10)
 """A CPU that takes 10 ns per op, on a machine on which each takes a millisecond."""
 
 
-def layers(between: bool, passes: int = 1) -> Trace:
+def layers(between: bool, passes: int = 1, axis: str = "tensor") -> Trace:
     """Six times a collective whose result a product reads; between these another op or none."""
     b = TraceBuilder()
     x, own = b.tensor("x", MIB, "input"), b.tensor("own", MIB, "input")
     for i in range(LAYERS):
         whole = b.tensor(f"whole{i}", GATHERED, "temporary")
-        b.op(
-            f"gather{i}", "collective", reads=[x], writes=[whole], bytes=1, ring=Ring("tensor", 2, passes), duration=MS
-        )
+        ring = Ring(axis, 2, passes)
+        b.op(f"gather{i}", "collective", reads=[x], writes=[whole], bytes=1, ring=ring, duration=MS)
         if between:
             b.op(f"beside{i}", "matmul", reads=[own], writes=[b.tensor(f"z{i}", 64)], duration=MS)
         b.op(f"product{i}", "matmul", reads=[whole], writes=[b.tensor(f"y{i}", 64)], duration=MS)
@@ -47,8 +46,8 @@ def layers(between: bool, passes: int = 1) -> Trace:
 def machine(bare: Platform) -> Platform:
     """A machine whose first device has a caching allocator, a link for collectives and a quick CPU."""
     tier = replace(bare.tiers[0], allocator=replace(bare.tiers[0].allocator, name="caching"))
-    ring = Link(rank_link("tensor", 0), tier.name, tier.name, 10**9)
-    return replace(bare, tiers=(tier, *bare.tiers[1:]), links=(*bare.links, ring), dispatch=(AHEAD,))
+    rings = (Link(rank_link(axis, 0), tier.name, tier.name, 10**9) for axis in ("tensor", "data"))
+    return replace(bare, tiers=(tier, *bare.tiers[1:]), links=(*bare.links, *rings), dispatch=(AHEAD,))
 
 
 def segments(trace: Trace, pytorch: str, launches: int, bare: Platform | None = None) -> int:
@@ -129,6 +128,12 @@ def test_a_layout_reserves_more_under_an_older_version() -> None:
     assert new == card_reading(log)[0]
     assert new.tensors < middle.tensors <= old.tensors
     assert {(each.context, each.communicators) for each in (middle, old)} == {(new.context, new.communicators)}
+
+
+@pytest.mark.parametrize(("axis", "expected"), [("data", LAYERS), ("tensor", 1)])
+def test_paddle_holds_what_replicas_exchange_and_nothing_of_tensor_parallelism(axis: str, expected: int) -> None:
+    log = replay(Plan(layers(True, axis=axis)), machine(line(1, 1)))
+    assert (reserved_with_streams(log, 0, recorded_in_paddle(log, 0), 1024) or 0) // GATHERED == expected
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2, "sum_each": True}, {"tp": 2, "sequence_parallel": True}], ids=str)

@@ -9,7 +9,8 @@ FlashAttention, see `FLASH`), `fuses` (what alone a stack fuses: see `FUSED`), `
 includes beside those of tensors), `dispatch` (who launches: a CPU under the stack by default, else "graphs"),
 `bitsandbytes` (a version before 0.43.2, whose products with 4-bit weights hold their inputs until backward: pull
 request 1270), `last_stage` (the device that was read; else the fullest), `pytorch` (the version in the source's
-container, where it is known), `memory_only` (its time is not that of training). `missing`: why nothing is, where
+container, where it is known), `paddle` (PaddlePaddle ran), `lazy_kernels` (false where the source prints a CUDA before
+12.2 and nothing turns that on), `memory_only` (its time is not that of training). `missing`: why nothing is, where
 nothing is.
 """
 
@@ -54,7 +55,7 @@ LAYOUT = (
     ),
     *("layers", "bucket", "gradient_buffer", "gathered"),
 )
-READING = ("context", "last_stage", "memory_only", "pytorch")
+READING = ("context", "last_stage", "memory_only", "pytorch", "paddle", "lazy_kernels")
 MACHINE = ("dispatch", "profile", "card", "network", "flash")
 RUN = (*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses", "bitsandbytes")
 FLASH = {
@@ -192,8 +193,8 @@ def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str
     log = simulate(divided, device, setup["policy"]).log
     if setup.get("last_stage"):
         return log.end, peak_bytes(log)[device.home(divided.devices - 1).name]
-    version = {"pytorch": setup["pytorch"]} if "pytorch" in setup else {}
-    readings = card_reading(log, **version) if machine and "context" not in setup else ()
+    software = {key: setup[key] for key in ("pytorch", "paddle", "lazy_kernels") if key in setup}
+    readings = card_reading(log, **software) if machine and "context" not in setup else ()
     if readings:
         return log.end, max(reading.bytes for reading in readings)
     reserved = [peak_memory(log, device.home(d).name).reserved_bytes for d in range(divided.devices)]
