@@ -43,11 +43,12 @@ Training runs that others measured and printed, beside the same runs simulated. 
 A: set up without a guess that matters; B: one or two guesses. Sources are divided into those that were looked at while
 the simulator was developed and those that are only checked; **no figure of the simulator is fitted to either**.
 Differences are (ours / theirs − 1): a positive one of a rate is a run that is too fast here. A CPU launches the ops,
-under the stack of the row (`dispatch = "cpu"`), or a graph where the row says so. Where the memory of the card was
-read, ours is what PyTorch's allocator would reserve for the tensors and what lies beside them (`card_reading`): the
-context, 0.4 GB (1.4 with all kernels, where CUDA is older), cuBLAS's workspaces, and NCCL's buffers, 0.6 to 1.6 GB for
-the ranks that exchange; where the source's container says which PyTorch ran, or PaddlePaddle did, with what that holds
-for collectives. `hf` says how large its context is.
+under the stack of the row (`dispatch = "cpu"`), or a graph where the row says so. Where PyTorch's own counters were
+read, ours are those of its allocator: blocks, or what it reserves. Where the memory of the card was read, ours is what
+the allocator would reserve for the tensors and what lies beside them (`card_reading`): the context, 0.4 GB (1.4 with
+all kernels, where CUDA is older), cuBLAS's workspaces, and NCCL's buffers, 0.6 to 1.6 GB for the ranks that exchange;
+where the source's container says which PyTorch ran, or PaddlePaddle did, with what that holds for collectives. `hf`
+says how large its context is.
 
 """
 
@@ -142,9 +143,8 @@ REASONS = {
         "recipe's CUBLAS_WORKSPACE_CONFIG sets them, one for the thread of backward; with local layers (mgold-09 to "
         "-12) the buffer of a layer's scores as well, which their attention takes once and keeps; and the mask of "
         "scores that their data loader makes, a byte each, where nothing here has one (mgold-03, -04, and -08 to "
-        "-12). What is still missing of mgold-05 to -13 grows with the micro-batches of an update, by 4 to 5 MB each, "
-        "about as if all their masks were kept: not explained. The fused kernels that are on by default there stand "
-        "as the fused stack. Their buffers of gradients exist from the start, ours from the first backward pass: of a "
+        "-12). Of mgold-03, 1.0 GB more is printed than of the same run on an H100 (mgold-04): not explained. The fused "
+        "kernels that are on by default there stand as the fused stack. Their buffers of gradients exist from the start, ours from the first backward pass: of a "
         "run of one micro-batch the peak is that of a second one."
     ),
     "tbench": (
@@ -154,9 +154,11 @@ REASONS = {
     "mpt": (
         "FlashAttention 1 in Triton, on an H100 at the rate of version 2 there over what version 2 is faster on an "
         "A100. DecoupledAdamW loops over FSDP's flat parameters, ours over parameters. Microbatches that do not divide "
-        "the batch are counted as whole ones. What is left on an H100 is most where a microbatch has few tokens for "
-        "its weights (30B with 6,144, 13B with 4,096): exchanges that are hidden here, and cost nothing, are not free "
-        "there; beside them products are 19 % slower on average (Lee et al. 2025, arXiv:2507.03114), which is left out."
+        "the batch are counted as whole ones. What is left on an H100 grows with "
+        "tokens: 22 to 28 % of what products take here without recomputation, 15 to 19 with it, as if those of backward "
+        "alone (under CUDA 11.8) were slower; no table of such products was found. So it is not of launches or of "
+        "exchanges, except where a microbatch has few tokens for its weights (30B with 6,144, 13B with 4,096): beside "
+        "exchanges products are 19 % slower on average (Lee et al. 2025, arXiv:2507.03114), which is left out."
     ),
     "nano": (
         "Sequence parallelism gathers inside autograd there, which saves the gathered input of some layers. A "

@@ -99,6 +99,9 @@ FUSED = {"norms": {"norm", "norm1", "norm2"}}
 UNITS = {"GiB": 2**30, "GB": 10**9, "MB (bytes // 1024^2)": 2**20, "bytes": 1}
 OF_THE_CARD = ("memory used of the card", "NVML", "VRAM")
 """How definitions begin of readings that count what PyTorch's allocator reserves, and what lies outside of it."""
+RESERVED = ("peak reserved",)
+"""How definitions begin of readings of what PyTorch's allocator reserves, alone; all others are of what it has given:
+its blocks, rounded up, with what is not split off (c10/cuda/CUDACachingAllocator.cpp, `allocated_bytes`)."""
 CACHING = {"tiers.hbm.allocator": "caching"}
 PERIOD = "s per iteration"
 """The metric that is a time; its rate is that of iterations."""
@@ -147,11 +150,11 @@ def simulated(row: Mapping[str, Any]) -> Outcome:
     stages, total = setup.get("pp", 1), setup.get("accumulate", 1)
     first = min(total, stages)
     counts = [first] if total == first else [first, min(total, 2 * first)]
-    machine = CACHING if row["peak_memory_definition"].startswith(OF_THE_CARD) else {}
+    reading = row["peak_memory_definition"] if row["peak_memory"] else ""
     if counts == [1] and setup.get("memory_only") and setup["precision"] == "megatron_bf16":
         counts = [2]  # the buffers of the gradients, which exist from the start, are full only in a second one
     try:
-        runs = [_run(setup, count, machine) for count in counts]
+        runs = [_run(setup, count, reading) for count in counts]
     except TiersimError as error:
         return Outcome(None, None, str(error).split(";")[0][:160])
     time, peak = runs[-1]
@@ -161,11 +164,11 @@ def simulated(row: Mapping[str, Any]) -> Outcome:
     return Outcome(rate, peak + setup.get("context", 0))
 
 
-def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str]) -> tuple[int, int]:
+def _run(setup: Mapping[str, Any], micro_batches: int, reading: str) -> tuple[int, int]:
     """Nanoseconds and peak bytes of an update of so many micro-batches.
 
-    machine: changes of the profile. With a caching allocator the peak is what would be read of the card, or, where the
-        source says how large the context is (`context`) or nobody does, what the allocator reserves.
+    reading: which bytes, as the source defines them; "" where it prints none. Of the card, what the allocator reserves
+        alone where the source says how large the context is (`context`) or nobody does.
     """
     layout = {key: setup[key] for key in LAYOUT if key in setup}
     several = devices_of(setup) > 1
@@ -175,7 +178,7 @@ def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str
         axes["micro_batches"] = micro_batches
     trace = cnn(setup["cnn"], samples, **axes) if "cnn" in setup else transformer(setup["model"], batch=samples, **axes)
     trace = holding_inputs(trace) if "bitsandbytes" in setup else trace
-    overrides = {**machine, "dispatch": setup.get("dispatch", "cpu")}
+    overrides = {**(CACHING if reading else {}), "dispatch": setup.get("dispatch", "cpu")}
     overrides |= CARDS[setup["card"]] if "card" in setup else {}
     overrides |= FLASH[setup["flash"]].get(setup["profile"], {}) if "flash" in setup else {}
     overrides |= {"networks.infiniband.rate": setup["network"]} if "network" in setup else {}
@@ -193,10 +196,14 @@ def _run(setup: Mapping[str, Any], micro_batches: int, machine: Mapping[str, str
     log = simulate(divided, device, setup["policy"]).log
     if setup.get("last_stage"):
         return log.end, peak_bytes(log)[device.home(divided.devices - 1).name]
+    if not reading.startswith((*OF_THE_CARD, *RESERVED)):
+        return log.end, home_peak(log)
     software = {key: setup[key] for key in ("pytorch", "paddle", "lazy_kernels") if key in setup}
-    readings = card_reading(log, **software) if machine and "context" not in setup else ()
-    if readings:
-        return log.end, max(reading.bytes for reading in readings)
+    read = card_reading(log, **software)
+    if reading.startswith(OF_THE_CARD) and "context" not in setup and read:
+        return log.end, max(each.bytes for each in read)
+    if reading.startswith(RESERVED) and read:
+        return log.end, max(each.tensors for each in read)
     reserved = [peak_memory(log, device.home(d).name).reserved_bytes for d in range(divided.devices)]
     return log.end, max((each for each in reserved if each is not None), default=home_peak(log))
 
