@@ -8,9 +8,11 @@ from types import MappingProxyType
 
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy
+from sim.policies.sharing import rewriting
 from sim.rewrites.holding import points, with_releases
 from sim.rewrites.order import as_early, must_precede
 from sim.rewrites.rewrite import reorder
+from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
 
 UPDATE = PHASE_CODE["update"]
@@ -45,7 +47,9 @@ class OptimizerInBackward(Policy):
 
     def plan(self, problem: Problem) -> Plan:
         """The trace in the new order."""
-        trace = problem.trace
+        return rewriting(problem.trace, self, (), lambda: self._reordered(problem.trace))
+
+    def _reordered(self, trace: Trace) -> Plan:
         c = trace.op_columns
         updates = {op for op in range(len(trace.ops)) if c.phase[op] == UPDATE}
         order = list(as_early(len(trace.ops), {op: must_precede(trace, op) for op in updates}))

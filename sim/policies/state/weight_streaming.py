@@ -11,6 +11,7 @@ from annotated_types import Ge
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
+from sim.policies.sharing import shared
 from sim.solvers.streaming import stream_weights
 
 
@@ -47,12 +48,16 @@ class WeightStreaming(Policy):
     needs = frozenset({"host"})
     manages = ("weights",)
     fidelity = "reconstruction"
+    plans_from = "machine"
     other_values = by_parameter(ahead=2)
 
     ahead: Annotated[int, Ge(0)] = 1
 
     def plan(self, problem: Problem) -> Plan:
         """Where weights begin, their fetches, and their releases."""
+        return shared(self, problem, lambda: self._plan(problem))
+
+    def _plan(self, problem: Problem) -> Plan:
         trace, platform = problem.trace, problem.platform
         if platform.host is None:
             raise PolicyError(f"weight_streaming: {platform.name} has no host tier to keep weights in")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
 
+import numpy as np
 from annotated_types import Ge
 
 from sim.declared import Size
@@ -15,11 +16,13 @@ from sim.hardware.platform import Platform
 from sim.plan import Action, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.offload.zero_infinity.update import Update
+from sim.policies.sharing import rewriting
 from sim.rewrites.fused_update import fuse_updates
 from sim.rewrites.host_update import Split, device_updates, updated_on_host, updating_host
 from sim.rewrites.masters import into_gradients, without_held_weights
 from sim.rewrites.weight_parts import with_weight_parts
 from sim.solvers.streaming import idle, parts_up, stream_weights
+from sim.trace.graph import PERSISTENT, Trace
 from sim.units import to_bytes
 
 
@@ -81,7 +84,13 @@ class ZeroInfinity(Policy):
         """The update on the CPU, where state begins, the streams of weights and states."""
         platform, trace = problem.platform, problem.trace
         host, drive = self._tiers(platform)
-        updates = device_updates(trace)
+        columns, updates = trace.tensor_columns, device_updates(trace)
+        state = columns.bytes[np.isin(columns.role, PERSISTENT)]
+        key = self, host, drive, platform.timing_hash, platform.tier(host).capacity, state.tobytes()
+        return rewriting(trace, key, updates, lambda: self._streamed(trace, platform, host, drive, updates))
+
+    def _streamed(self, trace: Trace, platform: Platform, host: str, drive: str, updates: Sequence[int]) -> Plan:
+        """The plan with these ops of the update on the CPU."""
         fused = fuse_updates(with_weight_parts(trace, updates), updates)
         if self.weights == "device":
             fused = without_held_weights(into_gradients(fused))
