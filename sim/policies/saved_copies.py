@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from sim.solvers.schedule import TraceIndex
 from sim.solvers.undoing import forward_of
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.origin import Same
 from sim.trace.phases import saved_through_views
 from sim.trace.tensor import ROLE_CODE
@@ -53,6 +54,13 @@ def saves_of(trace: Trace, *, weights: bool = True, duplicates: bool = True) -> 
     duplicates: False for one copy a tensor, after its last forward use, for all its backward readers; so it is always
         where backward ops read views of the tensor, which is then the copy itself, or is not saved.
     """
+    size = trace.tensor_columns.bytes.tolist()
+    saves = kept(trace.structure, "saves", (weights, duplicates), lambda: _saves(trace, weights, duplicates))
+    return [save for save in saves if size[save.tensor]]
+
+
+def _saves(trace: Trace, weights: bool, duplicates: bool) -> list[Save]:
+    """The same, also of tensors without bytes: once for all traces of a structure."""
     c, role, viewed = trace.op_columns, trace.tensor_columns.role, saved_through_views(trace)
     undoes, index, passes = forward_of(trace), TraceIndex(trace), forward_passes(trace)
     held = {**named(index, passes), **cached_casts(index, passes)}
@@ -65,7 +73,7 @@ def saves_of(trace: Trace, *, weights: bool = True, duplicates: bool = True) -> 
     for t in range(len(trace.tensors)):
         producer, readers = int(trace.producer[t]), trace.readers(t)
         late = tuple(op for op in readers if c.phase[op] == BACKWARD)
-        if role[t] in ignored or not late or not trace.tensor_columns.bytes[t]:
+        if role[t] in ignored or not late:
             continue
         early = [op for op in (producer, *readers) if op >= 0 and c.phase[op] == FORWARD and op < late[0]]
         if not early:
@@ -184,12 +192,16 @@ def _pack(new: Rewriter, trace: Trace, save: Save, source: int) -> tuple[int, in
     return copy, new.glue(f"{name}.pack", "copy", [source], [copy], duration=0, **where)
 
 
-def following(trace: Trace) -> dict[int, int]:
-    """Per op the next one of its device; no entry for the last."""
-    ops: dict[int, list[int]] = {}
-    for op, device in enumerate(trace.op_columns.device.tolist()):
-        ops.setdefault(device, []).append(op)
-    return {one: other for own in ops.values() for one, other in pairwise(own)}
+def following(trace: Trace) -> Mapping[int, int]:
+    """Per op the next one of its device; no entry for the last. Not to be changed."""
+
+    def make() -> dict[int, int]:
+        ops: dict[int, list[int]] = {}
+        for op, device in enumerate(trace.op_columns.device.tolist()):
+            ops.setdefault(device, []).append(op)
+        return {one: other for own in ops.values() for one, other in pairwise(own)}
+
+    return kept(trace.structure, "following", None, make)
 
 
 class Trip(NamedTuple):

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.plan import Problem
-from sim.solvers.spans import may_swap, spans
+from sim.solvers.spans import resident_during, swappable
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.tensor import ROLE_CODE
 
 Load = NDArray[np.int64]
@@ -69,12 +70,7 @@ class Curve:
 
 def load_of(trace: Trace, device: int, ops: Sequence[int]) -> Load:
     """Bytes resident during each of a device's ops, with everything there from its production to its last use."""
-    change = np.zeros(len(trace.op_columns.name) + 1, np.int64)
-    size = trace.tensor_columns.bytes
-    for t, span in spans(trace, device).items():
-        change[span.first] += size[t]
-        change[span.last + 1] -= size[t]
-    load: Load = (np.cumsum(change)[:-1] + trace.op_columns.workspace)[list(ops)].astype(np.int64)
+    load: Load = (resident_during(trace, device) + trace.op_columns.workspace)[list(ops)].astype(np.int64)
     return load
 
 
@@ -88,19 +84,32 @@ def curve_of(problem: Problem, device: int, host: str, *, with_state: bool = Fal
     ops = tuple(np.flatnonzero(c.device == device).tolist())
     took = [0 if op in c.engine else cost.op_ns(op) for op in ops]
     end = np.cumsum(np.array(took, np.int64))
-    size, load = trace.tensor_columns.bytes, load_of(trace, device, ops)
-    position = {op: i for i, op in enumerate(ops)}
+    size, load = trace.tensor_columns.bytes.tolist(), load_of(trace, device, ops)
+    copies = dict[int, tuple[int, int]]()  # by bytes
     variables = {}
-    for t in range(len(trace.tensors)):
-        accesses: tuple[int, ...] = ()
-        if may_swap(trace, t, SWAPPED) and int(trace.producer[t]) in position:
-            accesses = tuple(position[op] for op in (int(trace.producer[t]), *trace.readers(t)))
-        elif with_state:
-            accesses = _accesses_of_state(trace, t, position)
-        if accesses:
-            copies = cost.move_ns(t, home, host), cost.move_ns(t, host, home)
-            variables[t] = Variable(int(size[t]), *copies, accesses)
+    for t, accesses in _accesses(trace, device, with_state).items():
+        if not (bytes := size[t]):
+            continue
+        if bytes not in copies:
+            copies[bytes] = cost.move_ns(t, home, host), cost.move_ns(t, host, home)
+        variables[t] = Variable(bytes, *copies[bytes], accesses)
     return Curve(ops, end - np.array(took, np.int64), end, load, variables)
+
+
+def _accesses(trace: Trace, device: int, with_state: bool) -> Mapping[int, tuple[int, ...]]:
+    """Per tensor that may leave if it has bytes its accesses; once for all traces of a structure."""
+
+    def make() -> dict[int, tuple[int, ...]]:
+        position = {op: i for i, op in enumerate(np.flatnonzero(trace.op_columns.device == device).tolist())}
+        may_leave, found = swappable(trace, SWAPPED, of_no_bytes=True), dict[int, tuple[int, ...]]()
+        for t, made in enumerate(trace.producer.tolist()):
+            if t in may_leave and made in position:
+                found[t] = tuple(position[op] for op in (made, *trace.readers(t)))
+            elif with_state and (accesses := _accesses_of_state(trace, t, position)):
+                found[t] = accesses
+        return found
+
+    return kept(trace.structure, "accesses", (device, with_state), make)
 
 
 def _accesses_of_state(trace: Trace, tensor: int, position: Mapping[int, int]) -> tuple[int, ...]:
@@ -111,7 +120,7 @@ def _accesses_of_state(trace: Trace, tensor: int, position: Mapping[int, int]) -
     c, t = trace.op_columns, trace.tensor_columns
     made, over = int(trace.producer[tensor]), int(trace.replaced_by[tensor])
     ops = {op for op in (made, *trace.readers(tensor), int(trace.producer[over]) if over >= 0 else -1) if op >= 0}
-    if t.role[tensor] not in STATE or not t.bytes[tensor] or tensor in trace.outputs or not ops:
+    if t.role[tensor] not in STATE or tensor in trace.outputs or not ops:
         return ()
     if t.replaces[tensor] >= 0 or any(op not in position or op in c.engine or op in c.group for op in ops):
         return ()

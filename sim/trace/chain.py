@@ -170,6 +170,10 @@ def activations(trace: Trace) -> NDArray[np.bool_]:
 
     The result of an op without reads is a constant (a mask, positions), unless the trace has no input at all.
     """
+    return kept(trace.structure, "activations", None, lambda: _activations(trace))
+
+
+def _activations(trace: Trace) -> NDArray[np.bool_]:
     given = (trace.producer < 0) & ~np.isin(trace.tensor_columns.role, PERSISTENT)
     has_input = bool((given & (trace.read_counts > 0)).any())
     alive, all_reads, all_writes = given.tolist(), trace.distinct_reads, trace.all_writes
@@ -179,6 +183,7 @@ def activations(trace: Trace) -> NDArray[np.bool_]:
             for t in all_writes[op]:
                 alive[t] = True
     found: NDArray[np.bool_] = np.array(alive, np.bool_) & (trace.producer >= 0)
+    found.setflags(write=False)
     return found
 
 

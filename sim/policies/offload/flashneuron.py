@@ -16,7 +16,7 @@ from sim.rewrites.codecs import FORMATS, code_bytes
 from sim.rewrites.encoding import Codec, encode, may_encode
 from sim.rewrites.values import approximate
 from sim.solvers.load_curve import SWAPPED, Absence, Curve, curve_of
-from sim.solvers.spans import may_swap
+from sim.solvers.spans import swappable
 from sim.solvers.swap_trips import actions_of, scheduled
 from sim.trace.chain import BACKWARD, saved_tensors
 from sim.trace.graph import Trace
@@ -126,10 +126,10 @@ class FlashNeuron(Policy):
         curve = curve_of(problem, device, drive)
         ends = dict(zip(curve.ops, curve.end.tolist(), strict=True))
         phase, home = trace.op_columns.phase, platform.home(device).name
-        found = []
+        found, may_leave = [], swappable(trace, SWAPPED)
         for t in sorted(saved_tensors(trace).tolist(), key=lambda t: (int(trace.producer[t]), t)):
             producer = int(trace.producer[t])
-            if producer not in ends or phase[producer] == BACKWARD or not may_swap(trace, t, SWAPPED):
+            if producer not in ends or phase[producer] == BACKWARD or t not in may_leave:
                 continue
             back = next(op for op in trace.readers(t) if phase[op] == BACKWARD)
             last = max((op for op in trace.readers(t) if op < back), default=producer)

@@ -63,13 +63,15 @@ class LayerOffload(Policy):
                 )
             return self._offloading(self.layers, problem, passes)
         few, many = -1, max(most, 0)  # the fewest that fit lie above `few`; `many` are taken if none do
+        fitting = None
         while many - few > 1:
             middle = (few + many) // 2 if few >= 0 else 0
-            if _fits(problem, self._offloading(middle, problem, passes)):
-                many = middle
+            plan = self._offloading(middle, problem, passes)
+            if _fits(problem, plan):
+                many, fitting = middle, plan
             else:
                 few = middle
-        return self._offloading(many, problem, passes)
+        return fitting or self._offloading(many, problem, passes)
 
     def _offloading(self, count: int, problem: Problem, passes: list[list[list[int]]]) -> Plan:
         trace, platform = problem.trace, problem.platform

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from sim.plan import Action, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.composition.selectors import meets
 from sim.policies.saved_copies import Save, Trip, following, round_trips, saves_of
+from sim.policies.sharing import alike
 from sim.solvers.cascade import cascade
 from sim.trace.chain import activations, backward_ops, forward_ops
 from sim.trace.graph import Trace
@@ -54,6 +56,13 @@ class SwapAttention(Policy):
         trace, platform = problem.trace, problem.platform
         if platform.host is None:
             raise PolicyError(f"swap_attention: {platform.name} has no host tier to offload to")
+        host, homes = platform.host.name, tuple(platform.home(each).name for each in range(trace.devices))
+        bytes = trace.tensor_columns.bytes
+        key = "swap_attention", self, host, homes, (bytes >= max(self.min_bytes, 1)).tobytes()
+        actions = alike(trace, key, lambda: self._trips(trace, host, homes))
+        return Plan(trace, cascade(trace, platform, actions, host))
+
+    def _trips(self, trace: Trace, host: str, homes: Sequence[str]) -> tuple[Action, ...]:
         active, device, after = activations(trace), trace.op_columns.device, following(trace)
         forward, backward = (
             {op: run for run in layer_runs(trace, ops.tolist()) for op in run}
@@ -70,8 +79,8 @@ class SwapAttention(Policy):
             needed = min(save.readers[0] for save in group)
             fetch = after.get(begin, needed)
             trips = [(save, Trip(after.get(forward[save.node][-1], begin), fetch, needed)) for save in group]
-            actions += round_trips(trace, trips, platform.host.name, platform.home(int(device[begin])).name)
-        return Plan(trace, cascade(trace, platform, actions, platform.host.name))
+            actions += round_trips(trace, trips, host, homes[int(device[begin])])
+        return tuple(actions)
 
     def _chosen(self, trace: Trace) -> set[int]:
         """The forward ops of the modules, in the first layers of each device."""

@@ -14,7 +14,7 @@ from sim.plan import Problem
 from sim.policies.hybrid.mpress.timeline import Ints, Timeline
 from sim.rewrites.rewriter import slice_of
 from sim.solvers.lanes import Lanes
-from sim.solvers.spans import may_swap
+from sim.solvers.spans import swappable
 from sim.trace.chain import BACKWARD, saved_tensors
 from sim.trace.index import TraceIndex
 from sim.trace.tensor import ROLE_CODE
@@ -294,12 +294,13 @@ def saved(problem: Problem, times: Timeline) -> Iterator[Saved]:
     trace = problem.trace
     c, size, producer = trace.op_columns, trace.tensor_columns.bytes.tolist(), trace.producer.tolist()
     phase, device = c.phase.tolist(), c.device.tolist()
+    may_leave = swappable(trace, MAY_LEAVE)
     for t in saved_tensors(trace).tolist():
         readers = trace.readers(t)
         back = next(op for op in readers if phase[op] == BACKWARD)
         left = max([op for op in readers if op < back], default=producer[t])
         if size[t] and device[left] == device[back] and times.end[left] < times.start[back]:
-            copyable = may_swap(trace, t, MAY_LEAVE) and trace.tensor_columns.replaces[t] < 0
+            copyable = t in may_leave and trace.tensor_columns.replaces[t] < 0
             yield Saved(t, size[t], device[left], left, back, times.end[left], times.start[back], bool(copyable))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -14,9 +14,11 @@ from sim.plan import Action, Move, Online, Plan, Problem, Unpressed
 from sim.policies.base import Policy
 from sim.policies.offload.g10.residents import Away, away_of, given_by
 from sim.policies.offload.g10.scheduling import Schedule
-from sim.policies.offload.g10.vitality import Vitality, users, vitality_of
+from sim.policies.offload.g10.vitality import Vitality, ops_of, vitality_of
 from sim.policies.offload.swap_all import SwapAll
+from sim.solvers.load_curve import load_of
 from sim.solvers.outcome import fastest
+from sim.solvers.spans import users
 
 LONGEST = 1e6
 """How many times as long ops seem where any tensor has the time to be copied."""
@@ -80,12 +82,21 @@ class Drafts:
 
     def __init__(self, problem: Problem, host: str) -> None:
         self._problem = problem
-        self._devices = [vitality_of(problem, device, host) for device in range(problem.trace.devices)]
+        self._host = host
+
+    @cached_property
+    def _devices(self) -> list[Vitality]:
+        problem = self._problem
+        return [vitality_of(problem, device, self._host) for device in range(problem.trace.devices)]
 
     @property
     def fits(self) -> bool:
         """Whether nothing has to leave."""
-        return all(int(each.load.max(initial=0)) <= each.capacity for each in self._devices)
+        trace, platform = self._problem.trace, self._problem.platform
+        return all(
+            int(load_of(trace, device, ops_of(trace, device)).max(initial=0)) <= platform.home(device).capacity
+            for device in range(trace.devices)
+        )
 
     def all(self) -> Iterator[Plan]:
         """With the links' time as it is, and as if each copy had the time that it takes; to the host, and farther.
@@ -153,7 +164,7 @@ class Drafts:
             homes=tuple(platform.home(device).name for device in range(trace.devices)),
             movable=[bytes > 0 for bytes in size],
             size=size,
-            uses={t: users(trace, t) for t, bytes in enumerate(size) if bytes},
+            uses=users(trace),
         )
         return Plan(trace, actions, place=place, online=online, unpressed=Unpressed())
 

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from sim.plan import Problem
 from sim.solvers.cascade import resident_bytes
+from sim.solvers.load_curve import load_of
 from sim.solvers.spans import spans
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 
 Ints = NDArray[np.int64]
 
@@ -67,22 +69,13 @@ class Vitality:
 def vitality_of(problem: Problem, device: int, host: str) -> Vitality:
     """The vitality of all tensors of a device. host: the first of the tiers behind it."""
     trace, cost, platform = problem.trace, problem.cost, problem.platform
-    home, c, size = platform.home(device), trace.op_columns, trace.tensor_columns.bytes
-    ops = np.flatnonzero(c.device == device).tolist()
+    home, c, size = platform.home(device), trace.op_columns, trace.tensor_columns.bytes.tolist()
+    ops = ops_of(trace, device)
     took = np.array([0 if op in c.engine else cost.op_ns(op) for op in ops], np.int64)
-    change = np.zeros(len(trace.ops) + 1, np.int64)
-    position = {op: i for i, op in enumerate(ops)}
-    periods: list[Period] = []
-    uses: dict[int, list[int]] = {}
-    for t, span in spans(trace, device).items():
-        change[span.first] += size[t]
-        change[span.last + 1] -= size[t]
-        if not trace.readers(t) or not is_movable(trace, t, device):
-            continue
-        uses[t] = [position[op] for op in users(trace, t)]
-        marks = uses[t] if trace.producer[t] >= 0 else [-1, *uses[t]]
-        periods += [Period(t, int(size[t]), left, right) for left, right in pairwise(marks) if right > left + 1]
-    load = (np.cumsum(change)[: len(trace.ops)] + c.workspace)[ops].astype(np.int64)
+    known = kept(trace.structure, "movable", device, lambda: _movable(trace, device))
+    uses = {t: own for t, (own, _) in known.items() if size[t]}
+    periods = [Period(t, size[t], *ends) for t in uses for ends in known[t][1]]
+    load = load_of(trace, device, ops)
     levels = [
         Level(
             name,
@@ -93,6 +86,23 @@ def vitality_of(problem: Problem, device: int, host: str) -> Vitality:
         for name in platform.cascade(host)
     ]
     return Vitality(device, ops, took, load, home.capacity, levels, periods, uses)
+
+
+def ops_of(trace: Trace, device: int) -> list[int]:
+    """The ops of a device, in order."""
+    ops: list[int] = np.flatnonzero(trace.op_columns.device == device).tolist()
+    return ops
+
+
+def _movable(trace: Trace, device: int) -> dict[int, tuple[list[int], list[tuple[int, int]]]]:
+    """Per tensor that may leave if it has bytes the positions of the ops that use it, and the ends of its periods."""
+    position, found = {op: i for i, op in enumerate(ops_of(trace, device))}, {}
+    for t in spans(trace, device, of_no_bytes=True):
+        if trace.read_counts[t] and is_movable(trace, t, device):
+            uses = [position[op] for op in users(trace, t)]
+            marks = uses if trace.producer[t] >= 0 else [-1, *uses]
+            found[t] = uses, [(left, right) for left, right in pairwise(marks) if right > left + 1]
+    return found
 
 
 def users(trace: Trace, tensor: int) -> list[int]:

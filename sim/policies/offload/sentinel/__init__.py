@@ -17,6 +17,7 @@ from sim.policies.base import Beside, Policy, by_parameter
 from sim.policies.offload.sentinel.migration import Migration, lengths
 from sim.policies.offload.sentinel.pages import Profiled, profiled
 from sim.solvers.outcome import fastest
+from sim.solvers.spans import users
 from sim.units import to_bytes
 
 
@@ -115,7 +116,7 @@ def _plan(problem: Problem, devices: Sequence[Profiled], slow: str, length: int,
         homes=tuple(platform.home(device).name for device in range(trace.devices)),
         movable=[bytes > 0 for bytes in size],
         size=size,
-        uses={t: _users(problem, t) for t, bytes in enumerate(size) if bytes},
+        uses=users(trace),
     )
     notes = {
         "interval": length,
@@ -125,7 +126,3 @@ def _plan(problem: Problem, devices: Sequence[Profiled], slow: str, length: int,
         "tensor_bytes": sum(one.tensor_bytes for one in found),
     }
     return Plan(trace, actions, place=place, online=online, notes=notes, unpressed=Unpressed())
-
-
-def _users(problem: Problem, tensor: int) -> list[int]:
-    return [op for op in (int(problem.trace.producer[tensor]), *problem.trace.readers(tensor)) if op >= 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sim.plan import Action, Move, Wait
@@ -40,7 +40,9 @@ class Migration:
         for i, used in enumerate(self._used):
             for k in used:
                 self._by_interval.setdefault(k, set()).add(i)
-        self._until = [max(storage.until for storage in unit.storages) for unit in units]
+        until = [max(storage.until for storage in unit.storages) for unit in units]
+        self._ends = sorted(zip(until, range(len(units)), strict=True), reverse=True)  # those to come, the first last
+        self._bytes = [unit.bytes for unit in units]
         self._resident: set[int] = set()
         self._away: set[int] = set()
         self._since: dict[int, int] = {}  # the interval in which it arrived, or was used last
@@ -63,14 +65,15 @@ class Migration:
         units = self.profiled.units
         here = slice(k * self.interval, (k + 1) * self.interval)
         first = self.profiled.layers[here.start][0]
-        self._resident -= {i for i in self._resident if self._until[i] < first}
+        while self._ends and self._ends[-1][0] < first:
+            self._resident.discard(self._ends.pop()[1])
         now = self._by_interval.get(k, set())
         missing = sorted(now & self._away, key=lambda i: (units[i].layers, -units[i].heat))
         soon = sorted((i for i in self._away - now if k + 1 in self._used[i]), key=lambda i: -units[i].heat)
         reserved = max(self.profiled.reserved[here])
-        needed = reserved + sum(units[i].bytes for i in now)
+        needed = reserved + self._sum(now)
         self.fits = self.fits and needed <= self.capacity
-        held = needed + sum(units[i].bytes for i in self._resident - now)
+        held = needed + self._sum(self._resident - now)
         wanted = sum(units[i].bytes for i in soon)
         if held + wanted > self.capacity:
             held = self._evict(k, now, held, wanted)
@@ -83,6 +86,10 @@ class Migration:
                 self._since[i] = k
         self._resident |= now
         self._since.update(dict.fromkeys(now, k))
+
+    def _sum(self, units: Iterable[int]) -> int:
+        """Their bytes."""
+        return sum(map(self._bytes.__getitem__, units))
 
     def _evict(self, k: int, now: set[int], held: int, wanted: int) -> int:
         """Free space for so many bytes more, but not of what the next interval uses; the bytes that are held then.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from sim.plan import Problem
-from sim.solvers.spans import spans
+from sim.solvers.spans import resident_during, spans
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.layers import has_layers, layer_runs
 
 
@@ -43,12 +45,12 @@ class Unit:
     bytes: int
     page_bytes: int
 
-    @property
+    @cached_property
     def layers(self) -> list[int]:
         """The layers that use any of it, in order."""
         return sorted({layer for storage in self.storages for layer in storage.layers})
 
-    @property
+    @cached_property
     def heat(self) -> float:
         """Accesses per byte."""
         return sum(storage.accesses for storage in self.storages) / max(self.bytes, 1)
@@ -72,26 +74,33 @@ class Profiled:
 def profiled(problem: Problem, device: int, page: int, *, coallocate: bool) -> Profiled:
     """The layers and pages of a device. coallocate: whether pages hold storages of one lifetime alone."""
     trace, c = problem.trace, problem.trace.op_columns
-    ops = np.flatnonzero(c.device == device).tolist()
-    layers = layer_runs(trace, ops) if has_layers(trace) else [[op] for op in ops]
-    layer_of = {op: i for i, layer in enumerate(layers) for op in layer}
-    load = c.workspace.astype(np.int64)
-    resident = spans(trace, device)
-    for t, span in resident.items():
-        load[span.first : span.last + 1] += trace.tensor_columns.bytes[t]
-    outputs, carried = frozenset(trace.outputs), frozenset(end for end, _ in trace.carry)
-    long: list[Storage] = []
-    for t in resident:
-        if trace.tensor_columns.replaces[t] >= 0 and trace.tensor_columns.replaces[t] in resident:
-            continue
-        storage = _storage(trace, t, device, layer_of, outputs, carried)
-        if storage is not None and (len(storage.layers) > 1 or storage.values[0][0] < 0):
-            long.append(storage)
-            for _, value in storage.values:
-                load[resident[value].first : resident[value].last + 1] -= storage.bytes
+    layers, known = kept(trace.structure, "storages", device, lambda: _storages(trace, device))
+    size, stays = trace.tensor_columns.bytes, np.ones(len(trace.tensor_columns.name), np.bool_)
+    long = [replace(storage, bytes=int(size[t])) for t, storage in known.items() if size[t]]
+    stays[[value for storage in long for _, value in storage.values]] = False
+    load = c.workspace + resident_during(trace, device, stays)
     took = [sum(0 if op in c.engine else problem.cost.op_ns(op) for op in layer) for layer in layers]
     reserved = [int(load[layer].max()) for layer in layers]
     return Profiled(layers, took, reserved, paged(long, page, coallocate=coallocate))
+
+
+def _storages(trace: Trace, device: int) -> tuple[list[list[int]], dict[int, Storage]]:
+    """The layers of a device; by their first value the storages that live longer than one of them, as if without bytes.
+
+    It is the same for all traces of a structure.
+    """
+    ops = np.flatnonzero(trace.op_columns.device == device).tolist()
+    layers = layer_runs(trace, ops) if has_layers(trace) else [[op] for op in ops]
+    layer_of = {op: i for i, layer in enumerate(layers) for op in layer}
+    outputs, carried = frozenset(trace.outputs), frozenset(end for end, _ in trace.carry)
+    replaces, resident = trace.tensor_columns.replaces.tolist(), spans(trace, device, of_no_bytes=True)
+    found = {}
+    for t in resident:
+        if replaces[t] not in resident:
+            storage = _storage(trace, t, device, layer_of, outputs, carried)
+            if storage is not None and (len(storage.layers) > 1 or storage.values[0][0] < 0):
+                found[t] = storage
+    return layers, found
 
 
 def _storage(
@@ -119,7 +128,7 @@ def _storage(
     stays = last in outputs or trace.producer[last] < 0
     until = len(trace.ops) if stays else max(uses)
     layers = sorted({layer_of[op] for op in uses})
-    return Storage(values, int(trace.tensor_columns.bytes[first]), layers, len(uses), until, last in carried)
+    return Storage(values, 0, layers, len(uses), until, last in carried)
 
 
 def paged(storages: Sequence[Storage], page: int, *, coallocate: bool) -> list[Unit]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim.plan import Move
-from sim.solvers.spans import may_swap
+from sim.solvers.spans import swappable
 from sim.trace.graph import Trace
 from sim.trace.liveness import freeable
 from sim.trace.tensor import ROLE_CODE
@@ -35,7 +35,7 @@ class Program:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         size = trace.tensor_columns.bytes
-        self.swapped = {t for t in range(len(trace.tensors)) if may_swap(trace, t, SWAPPED)}
+        self.swapped = {*swappable(trace, SWAPPED)}
         self.sizes = sorted({int(size[t]) for t in self.swapped})
         rank = {s: i for i, s in enumerate(self.sizes)}
         self.rank = {t: rank[int(size[t])] for t in self.swapped}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from sim.plan import Problem
-from sim.policies.offload.tflms.swaps import Settings, Stay, Swaps
-from sim.solvers.spans import spans
+from sim.policies.offload.tflms.swaps import Settings, Swaps
+from sim.solvers.spans import resident_during, spans
 from sim.trace.graph import PERSISTENT, Trace
 
 DELAY = 1
@@ -28,24 +28,22 @@ def fits(problem: Problem, swaps: Swaps, settings: Settings, share: float) -> bo
 
 def counted(trace: Trace, swaps: Swaps, settings: Settings, device: int = 0) -> Sequence[int]:
     """Per op the bytes of results and inputs resident on a device while it runs, its workspace included."""
-    c, end = trace.tensor_columns, len(trace.ops) - 1
-    role, bytes_of = c.role.tolist(), c.bytes.tolist()
-    change = [0] * (end + 3)
-    for t, span in spans(trace, device).items():
-        if role[t] in PERSISTENT:
+    ops, columns, here = trace.op_columns, trace.tensor_columns, spans(trace, device) if swaps else ()
+    stays = ~np.isin(columns.role, PERSISTENT)
+    stays[list(swaps)] = False
+    change = np.zeros(len(ops.name) + 2, np.int64)
+    for t in swaps:
+        if t not in here:
             continue
-        size = bytes_of[t]
-        for i, stay in enumerate(swaps.get(t, (Stay(-1, *span),))):
+        size = columns.bytes[t]
+        for i, stay in enumerate(swaps[t]):
             begin = stay.first if settings.waits_in or not i else stay.begin + 1
-            stop = stay.last + (DELAY if t in swaps and not i and not settings.waits_out else 0)
+            stop = stay.last + (0 if i or settings.waits_out else DELAY)
             change[begin] += size
             change[stop + 1] -= size
-    load, now = [], 0
-    rows = zip(change[: end + 1], trace.op_columns.workspace.tolist(), trace.op_columns.device.tolist(), strict=True)
-    for step, workspace, where in rows:
-        now += step
-        load.append(now + (workspace if where == device else 0))
-    return load
+    load = resident_during(trace, device, stays) + np.cumsum(change)[: len(ops.name)]
+    counts: list[int] = (load + np.where(ops.device == device, ops.workspace, 0)).tolist()
+    return counts
 
 
 def _variables(trace: Trace, device: int) -> int:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from sim.hardware.platform import Platform
 from sim.plan import Action, Move, Wait
-from sim.solvers.spans import may_swap
+from sim.solvers.spans import swappable
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.tensor import ROLE_CODE
 
 SWAPPED = (ROLE_CODE["activation"], ROLE_CODE["temporary"])
@@ -56,13 +57,11 @@ class Swapper:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._inputs = [tuple({int(trace.producer[t]) for t in trace.reads(op)} - {-1}) for op in range(len(trace.ops))]
-        self.level: list[int] = []
-        for inputs in self._inputs:
-            self.level.append(1 + max((self.level[op] for op in inputs), default=-1))
+        self._inputs, self.level, distance = kept(trace.structure, "levels", None, lambda: _levels(trace))
         self.levels = max(self.level, default=0) + 1
-        candidates = [t for t in range(len(trace.tensors)) if self._may_leave(t)]
-        self._distance = {t: self._furthest(t) for t in candidates}
+        size, shape = trace.tensor_columns.bytes, trace.tensor_columns.shape
+        flat = {t for t, dimensions in shape.items() if len(dimensions) < 2}
+        self._distance = {t: far for t, far in distance.items() if size[t] and t not in flat}
 
     def swaps(self, settings: Settings) -> Swaps:
         """The results that leave."""
@@ -93,15 +92,6 @@ class Swapper:
                 # the host still has its copy, so that nothing crosses the link
                 back.append((stay.first, [*steps, *([Move(t, host, after=stay.last)] if spare else [])]))
         return actions + [action for _, steps in sorted(back, key=lambda pair: pair[0]) for action in steps]
-
-    def _may_leave(self, tensor: int) -> bool:
-        shape = self._trace.tensor_columns.shape.get(tensor)
-        return (shape is None or len(shape) > 1) and may_swap(self._trace, tensor, SWAPPED)
-
-    def _furthest(self, tensor: int) -> int:
-        """How many levels the last reader of a result is behind its producer."""
-        levels = [self.level[op] for op in self._trace.readers(tensor)]
-        return max(levels, default=0) - self.level[int(self._trace.producer[tensor])]
 
     def _stays(self, tensor: int, settings: Settings) -> list[Stay]:
         source = int(self._trace.producer[tensor])
@@ -159,3 +149,15 @@ class Swapper:
         """Whether that device sees the end of an op."""
         c = self._trace.op_columns
         return bool(c.device[op] == device and op not in c.engine and op not in c.group)
+
+
+def _levels(trace: Trace) -> tuple[list[tuple[int, ...]], list[int], dict[int, int]]:
+    """Per op those whose results it reads, and its level; per result that may be swapped how many levels its last
+    reader is behind its producer."""
+    producer = trace.producer.tolist()
+    inputs = [tuple({producer[t] for t in reads} - {-1}) for reads in trace.distinct_reads]
+    level: list[int] = []
+    for before in inputs:
+        level.append(1 + max((level[op] for op in before), default=-1))
+    may_leave = sorted(swappable(trace, SWAPPED, of_no_bytes=True))
+    return inputs, level, {t: max(level[op] for op in trace.readers(t)) - level[producer[t]] for t in may_leave}

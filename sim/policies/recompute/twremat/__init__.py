@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated
 
 from sim.declared import OneOf
@@ -12,11 +13,12 @@ from sim.plan import Plan, Problem
 from sim.policies.base import by_parameter
 from sim.policies.recomputation import RecomputationPlanner
 from sim.policies.recompute.twremat.separator_schedule import Needs, separator_schedule
-from sim.policies.recompute.twremat.tree_decomposition import ORDERS, decompose, separators
+from sim.policies.recompute.twremat.tree_decomposition import ORDERS, Separators, decompose, separators
 from sim.solvers.located import index_of
 from sim.solvers.outcome import refused, rerun_ns
 from sim.solvers.schedule import Schedule, TraceIndex, schedule_of
 from sim.trace.chain import FORWARD, before_update
+from sim.trace.kept import kept
 
 LONGEST = 20  # reruns an op, on average: a schedule of more is given up
 
@@ -63,13 +65,12 @@ class Twremat(RecomputationPlanner):
         if trace.devices > 1:
             raise PolicyError(f"policy 'twremat' needs a trace on one device; this one has {trace.devices}")
         index = index_of(problem)
-        needs = _needs(index)
-        decomposition = decompose(needs.graph(), self.order)
-        tree = separators(decomposition)
+        width, tree = kept(trace.structure, "separators", self.order, lambda: _separators(index, self.order))
         cost = [problem.cost.op_ns(op) for op in range(len(trace.ops))]
+        needs = cache(lambda: _needs(index))  # that all is kept often does
 
         def within(limit: int) -> Schedule | None:
-            reruns = separator_schedule(needs, tree, cost, limit, LONGEST * len(trace.ops))
+            reruns = separator_schedule(needs(), tree, cost, limit, LONGEST * len(trace.ops))
             return None if reruns is None else schedule_of(index, reruns, prune=True)
 
         fits, least = self._eager(within(0), budget) if self.eager else _search(within, index, budget)
@@ -77,7 +78,7 @@ class Twremat(RecomputationPlanner):
             raise refused(problem, "twremat", least, proven=False, smallest=False)
         if not self.eager:
             fits = self.finished(problem, fits)
-        notes = {"width": decomposition.width, "levels": tree.depth, "rerun_ns": rerun_ns(problem, fits)}
+        notes = {"width": width, "levels": tree.depth, "rerun_ns": rerun_ns(problem, fits)}
         return Plan(trace, fits.actions(), notes=notes)
 
     def _eager(self, schedule: Schedule | None, budget: int) -> tuple[Schedule | None, Schedule]:
@@ -101,6 +102,12 @@ def _search(
         if schedule is not None and limit != budget:
             least = min(least, schedule, key=Schedule.peak)
     return None, least
+
+
+def _separators(index: TraceIndex, order: str) -> tuple[int, Separators]:
+    """The width of the decomposition, and its tree of separators: no size has a part in them."""
+    decomposition = decompose(_needs(index).graph(), order)
+    return decomposition.width, separators(decomposition)
 
 
 def _needs(index: TraceIndex) -> Needs:
