@@ -19,8 +19,8 @@ from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.layout import to_layout
 from sim.least_time import LowerBound, lower_bound
+from sim.sweeps.axes import WORKLOAD_AXES
 from sim.sweeps.job import build, job
-from sim.sweeps.schema import WORKLOAD_AXES
 from sim.sweeps.study import Cell, load_study
 from sim.trace.graph import Trace
 from sim.trace.io import save

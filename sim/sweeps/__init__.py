@@ -6,10 +6,11 @@
 `study` reads what to run, `cell` runs one, `execute` runs many, `store` keeps them, `frame` and `index` show them.
 """
 
+from sim.sweeps.axes import StudyError
 from sim.sweeps.frame import frame, write_csv, write_parquet
 from sim.sweeps.index import query
 from sim.sweeps.store import Store, StoreError
-from sim.sweeps.study import Cell, Study, StudyError, load_study
+from sim.sweeps.study import Cell, Study, load_study
 from sim.sweeps.sweep import Progress, Swept, run_sweep, sweep
 
 __all__ = [

@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from decimal import Decimal
 from itertools import product
 from math import prod
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, StrictBool, StrictStr
 
 from sim.errors import ProfileError, TiersimError, UnitError, WorkloadError, near
 from sim.layout import Layout, to_layout, with_devices
-from sim.policies.base import Policy
-from sim.units import format_bytes, format_time, parse_bytes, parse_time
+from sim.sweeps.axes import COMPARISON, LAYOUT_KEYS, Chosen, Several
+from sim.units import format_time, parse_bytes, parse_time
 
 PERCENT = re.compile(r"(\d{1,4}(?:\.\d{1,6})?)\s*%")
-COMPARISON = re.compile(r"(<=|>=|<|>|!=)\s*(-?\d+(?:\.\d+)?)")
 LEAST_LIMIT = 10_000_000  # ns of a cell's time limit; a shorter one would test only the machine
 MOST_POLICIES = 10_000
 """The most policies that the lists of one entry are crossed to: each is made and checked."""
 MOST_LAYOUTS = 1_000
 """The most layouts that the lists of one table are crossed to."""
-LAYOUT_KEYS = (*(field.name for field in fields(Layout)), "devices")
-"""What a table of `parallel` may contain, and what filters may name of it."""
-DERIVED = ("tokens",)
-"""What filters may name besides the axes; `tokens` is batch times sequence."""
-
-
-class Chosen(NamedTuple):
-    """A policy with one set of parameters, and its label in tables and figures."""
-
-    label: str
-    name: str
-    parameters: tuple[tuple[str, Any], ...]
-    policy: Policy
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -84,14 +69,6 @@ def _profile(value: Any) -> str:
     except ProfileError as error:
         raise Several([f"value {value!r}: expected a hardware profile: {line}" for line in error.problems]) from None
     return value
-
-
-class Several(ValueError):
-    """More than one mistake in one value."""
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        super().__init__("\n".join(problems))
 
 
 def _text(value: Any) -> str:
@@ -316,18 +293,3 @@ class StudyFile(BaseModel):
     bound: StrictBool = False
     time_limit: Annotated[float | None, PlainValidator(_time_limit)] = None
     most_cells: Annotated[int, PlainValidator(_count(1))] = 1_000_000
-
-
-WORKLOAD_AXES = (
-    *("batch", "sequence", "precision", "attention", "optimizer", "loss", "stack", "dropout", "micro_batches"),
-    *("frozen", "frozen_dtype", "lora_rank", "lora_targets", "lora_dropout", "routing_seed", "routing_skew"),
-    *("generate", "selected"),
-)
-"""The axes that go with `model` and not with `trace`."""
-
-
-def budget_text(budget: int | str | None) -> str:
-    """A budget as tables write it: "7 GB", "50%" or "all"."""
-    if budget is None:
-        return "all"
-    return budget if isinstance(budget, str) else format_bytes(budget, digits=None)

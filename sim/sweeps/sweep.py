@@ -14,12 +14,13 @@ from sim.arguments import explained
 from sim.errors import TiersimError
 from sim.foreign import Named, model_files, policy_files, profile_files, sums_of, trace_files
 from sim.policies import is_shipped
+from sim.sweeps.axes import StudyError
 from sim.sweeps.cell import STATUSES
 from sim.sweeps.execute import Executor, Job, stopping
 from sim.sweeps.frame import frame
 from sim.sweeps.pool import executor_for
 from sim.sweeps.store import ANSWERS, Writer
-from sim.sweeps.study import Cell, Study, StudyError, load_study
+from sim.sweeps.study import Cell, Study, load_study
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,7 +17,7 @@ from sim.analysis.peak_memory import home_peak  # noqa: E402
 from sim.errors import WorkloadError  # noqa: E402
 from sim.experiment import simulate  # noqa: E402
 from sim.measure.validate import validate  # noqa: E402
-from sim.sweeps.study import StudyError, load_study  # noqa: E402
+from sim.sweeps import StudyError, load_study  # noqa: E402
 from tests.validation.oracle import machine  # noqa: E402
 from workloads import load_trace  # noqa: E402
 from workloads.capture import capture, capture_script  # noqa: E402
