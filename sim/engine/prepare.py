@@ -17,8 +17,9 @@ from sim.hardware.cost import OpTimes, first_engines, op_times
 from sim.hardware.dispatch import Dispatched, dispatched
 from sim.hardware.platform import Engine, Platform
 from sim.log import WHY, Ints
+from sim.trace.columns import row_sums
 from sim.trace.graph import Trace
-from sim.trace.kept import kept
+from sim.trace.kept import kept, of_structure
 from sim.trace.liveness import freeable, uses
 from sim.trace.op import KINDS
 
@@ -136,12 +137,12 @@ class Prepared:
 
     # ---- ops ---------------------------------------------------------------------------------
 
-    @cached_property
+    @of_structure
     def device(self) -> list[int]:
         """Per op its device."""
         return _listed(self.trace.op_columns.device)
 
-    @cached_property
+    @of_structure
     def order(self) -> tuple[tuple[int, ...], ...]:
         """Per device its ops."""
         device = self.trace.op_columns.device
@@ -157,12 +158,12 @@ class Prepared:
         """Per op what it writes."""
         return self.trace.all_writes
 
-    @cached_property
+    @of_structure
     def operands(self) -> list[tuple[int, ...]]:
         """Per op what it reads and writes."""
         return [(*read, *written) for read, written in zip(self.reads, self.writes, strict=True)]
 
-    @cached_property
+    @of_structure
     def touched(self) -> list[tuple[int, ...]]:
         """Per op its operands, and what the program lets go at its end."""
         releases = self.releases
@@ -179,18 +180,14 @@ class Prepared:
     def plain(self) -> list[Plain | None]:
         """Per op what there is of one that takes a fixed time on its device's main engine, produces every result in new
         space, is in no group and no codec; None for others."""
-        beside = self._is_special.copy()
+        beside, c = self._is_special.copy(), self.trace.op_columns
         beside[list(self.in_place)] = True
-        size, plain = self.size, list[Plain | None]()
-        rows = zip(beside.tolist(), self.reads, self.writes, self.workspace, self.total, strict=True)
-        for special, reads, written, workspace, ns in rows:
-            if special:
-                plain.append(None)
-            else:
-                sizes = tuple([(w, size[w]) for w in written])
-                out = sizes[0][1] if len(sizes) == 1 else sum([bytes for _, bytes in sizes])
-                plain.append(Plain(reads, sizes, out, workspace, ns))
-        return plain
+        size, out = self.size, row_sums(c.write_start, self.trace.tensor_columns.bytes[c.write_ids]).tolist()
+        rows = zip(beside.tolist(), self.reads, self.writes, out, self.workspace, self.total, strict=True)
+        return [
+            None if special else Plain(reads, tuple([(w, size[w]) for w in written]), bytes, workspace, ns)
+            for special, reads, written, bytes, workspace, ns in rows
+        ]
 
     @cached_property
     def renewals(self) -> dict[int, Renewal]:
@@ -236,17 +233,17 @@ class Prepared:
         special[list(c.group)] = True
         return special
 
-    @cached_property
+    @of_structure
     def why(self) -> list[int]:
         """Per op what the log calls its first run."""
         return _listed(self.first_run)
 
-    @cached_property
+    @of_structure
     def first_run(self) -> Ints:
         """The same as a column."""
         return np.where(self._is_codec, WHY["codec"], WHY["run"])
 
-    @cached_property
+    @of_structure
     def _is_codec(self) -> NDArray[np.bool_]:
         is_codec: NDArray[np.bool_] = self.trace.op_columns.kind == KINDS.index("codec")
         return is_codec
@@ -267,27 +264,27 @@ class Prepared:
         """Per tensor its bytes."""
         return _listed(self.trace.tensor_columns.bytes)
 
-    @cached_property
+    @of_structure
     def producer(self) -> list[int]:
         """Per tensor the op that produces it, -1 for none."""
         return _listed(self.trace.producer)
 
-    @cached_property
+    @of_structure
     def replaces(self) -> list[int]:
         """Per tensor the value that it overwrites, -1 for none."""
         return _listed(self.trace.tensor_columns.replaces)
 
-    @cached_property
+    @of_structure
     def in_place(self) -> frozenset[int]:
         """The ops that overwrite a value in place."""
         return frozenset(_listed(self.trace.producer[self.trace.tensor_columns.replaces >= 0]))
 
-    @cached_property
+    @of_structure
     def replaced_by(self) -> list[int]:
         """Per tensor the value that overwrites it, -1 for none."""
         return _listed(self.trace.replaced_by)
 
-    @cached_property
+    @of_structure
     def uses(self) -> list[int]:
         """Per tensor what keeps it from being freed: its readers, and the program while it holds it."""
         return _listed(uses(self.trace))
@@ -302,7 +299,7 @@ class Prepared:
         """The columns of the array path."""
         return kept(self.trace.structure, "columns", None, lambda: TraceColumns(self.trace))
 
-    @cached_property
+    @of_structure
     def deaths(self) -> tuple[list[int], list[list[int]]]:
         """Per tensor the last op that uses it, -1 for none, and per op what may be freed at its end if none is
         recomputed, in the order of `touched`."""
@@ -312,12 +309,12 @@ class Prepared:
         freed = _listed(columns.freed[order])
         return _listed(columns.last_use), [freed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
-    @cached_property
+    @of_structure
     def freeable(self) -> list[bool]:
         """Per tensor whether it may be freed once nobody reads it: it has a producer and is not an output."""
         return _listed(freeable(self.trace))
 
-    @cached_property
+    @of_structure
     def permanent(self) -> list[bool]:
         """Per tensor whether it is never freed, since nothing overwrites it either."""
         return _listed(~freeable(self.trace) & (self.trace.replaced_by < 0))

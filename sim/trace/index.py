@@ -11,38 +11,22 @@ The engine does not ask here: it replays what a plan says and refuses a read tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, wraps
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.trace.graph import Trace
-from sim.trace.kept import kept
+from sim.trace.kept import of_structure
 from sim.trace.liveness import freeable, uses
 from sim.trace.op import COMMUNICATION, KIND_CODE
 from sim.trace.tensor import ROLE_CODE
 
 Ints = NDArray[np.int64]
-Fact = TypeVar("Fact")
 
 GRADIENT = ROLE_CODE["gradient"]
-
-
-def _of_structure(make: Callable[[TraceIndex], Fact]) -> cached_property[Fact]:
-    """A fact that no size has a part in: derived once for all traces of a structure, and not to be changed."""
-
-    @wraps(make)
-    def fact(index: TraceIndex) -> Fact:
-        known = index._known
-        if make.__name__ not in known:
-            known[make.__name__] = make(index)
-        found: Fact = known[make.__name__]
-        return found
-
-    return cached_property(fact)
 
 
 class TraceIndex:
@@ -58,99 +42,98 @@ class TraceIndex:
         self.size: list[int] = trace.tensor_columns.bytes.tolist()
         self.workspace: list[int] = trace.op_columns.workspace.tolist()
         self.releases: Mapping[int, Sequence[int]] = trace.op_columns.releases
-        self._known: dict[str, Any] = kept(trace.structure, "index", None, dict)
 
-    @_of_structure
+    @of_structure
     def replaces(self) -> list[int]:
         """Per tensor the value that it overwrites, -1 for none."""
         return _listed(self.trace.tensor_columns.replaces)
 
-    @_of_structure
+    @of_structure
     def producer(self) -> list[int]:
         """Per tensor the op that produces it, -1 for none."""
         return _listed(self.trace.producer)
 
-    @_of_structure
+    @of_structure
     def device(self) -> list[int]:
         """Per op its device."""
         return _listed(self.trace.op_columns.device)
 
-    @_of_structure
+    @of_structure
     def phase(self) -> list[int]:
         """Per op its phase."""
         return _listed(self.trace.op_columns.phase)
 
-    @_of_structure
+    @of_structure
     def role(self) -> list[int]:
         """Per tensor its role."""
         return _listed(self.trace.tensor_columns.role)
 
-    @_of_structure
+    @of_structure
     def released(self) -> list[int]:
         """Per tensor the op at whose end the program releases it, -1 where its last reader does."""
         return _listed(self.trace.released)
 
-    @_of_structure
+    @of_structure
     def unbound(self) -> list[int]:
         """Per tensor the op at whose end variables let go of it, -1 where not known."""
         return _listed(self.trace.unbound)
 
-    @_of_structure
+    @of_structure
     def overwritten_at(self) -> list[int]:
         """Per tensor the op that overwrites it; the number of ops where none does."""
         replaced = self.trace.replaced_by
         return _listed(np.where(replaced >= 0, self.trace.producer[replaced], len(self.reads)))
 
-    @_of_structure
+    @of_structure
     def overwritten(self) -> list[int]:
         """The tensors that an op overwrites."""
         return _listed(np.flatnonzero(self.trace.replaced_by >= 0))
 
-    @_of_structure
+    @of_structure
     def uses(self) -> list[int]:
         """Per tensor what keeps it from being freed: see `sim.trace.liveness`."""
         return _listed(uses(self.trace))
 
-    @_of_structure
+    @of_structure
     def freeable(self) -> list[bool]:
         """Per tensor whether it may be freed once nothing uses it."""
         return _listed(freeable(self.trace))
 
-    @_of_structure
+    @of_structure
     def read_rows(self) -> tuple[Ints, Ints]:
         """What each op reads as columns: per op its first entry, with their number at the end, and the entries."""
         return _rows(self.reads)
 
-    @_of_structure
+    @of_structure
     def write_rows(self) -> tuple[Ints, Ints]:
         """The same of what each op writes."""
         return _rows(self.writes)
 
-    @_of_structure
+    @of_structure
     def overwriting(self) -> set[int]:
         """Ops that overwrite a value in place, or produce one that is overwritten."""
         made = {self.producer[t] for t in self.overwritten}
         return {op for op in made if op >= 0} | {op for op in self.overwritten_at if op < len(self.reads)}
 
-    @_of_structure
+    @of_structure
     def received(self) -> set[int]:
         """Ops that can never be recomputed: members of a group that is not a collective (sends and receives)."""
         kind = self.trace.op_columns.kind
         return {op for op in self.trace.op_columns.group if kind[op] != KIND_CODE["collective"]}
 
-    @_of_structure
+    @of_structure
     def communicating(self) -> set[int]:
         """Ops that one device can't recompute on its own: of a group, or of a kind that has one."""
         c = self.trace.op_columns
         kinds = np.isin(c.kind, [KIND_CODE[kind] for kind in COMMUNICATION])
         return {*np.flatnonzero(kinds).tolist(), *c.group}
 
-    @_of_structure
+    @of_structure
     def gradient_ops(self) -> set[int]:
         """Ops that produce a weight gradient: where it stays once it is produced, they run once."""
         return {op for op, writes in enumerate(self.writes) if any(self.role[t] == GRADIENT for t in writes)}
 
-    @_of_structure
+    @of_structure
     def until(self) -> list[int]:
         """Per op the op from which on it can't be recomputed alone: 0 for never, since it writes in place or receives.
 
@@ -163,7 +146,7 @@ class TraceIndex:
             last.append(0 if in_place or op in self.received else end)
         return last
 
-    @_of_structure
+    @of_structure
     def recomputable_until(self) -> list[int]:
         """Per op the op from which on nothing can recompute it, in whatever way; 0 for a receive."""
         return [*self.recomputable_among(range(len(self.reads))).values()]
@@ -179,12 +162,12 @@ class TraceIndex:
             last[op] = 0 if op in self.received else min(ends)
         return last
 
-    @_of_structure
+    @of_structure
     def _losing(self) -> set[int]:
         """Ops that receive, or that read what is overwritten."""
         return {*self.received, *(reader for t in self.overwritten for reader in self.trace.readers(t))}
 
-    @_of_structure
+    @of_structure
     def recomputable_from_inputs(self) -> list[int]:
         """Per op the op from which on one device can't recompute it from what has no producer; 0 for never.
 
@@ -198,7 +181,7 @@ class TraceIndex:
         last = self.recomputable_among(sorted(own))
         return [last.get(op, 0) for op in range(len(self.reads))]
 
-    @_of_structure
+    @of_structure
     def stays_until(self) -> list[int]:
         """Per tensor without a producer the last op before which no plan may drop it, -1 where nothing reads it.
 
@@ -213,7 +196,7 @@ class TraceIndex:
             last.append(-1 if producer >= 0 else len(self.reads) if t in outputs else needed)
         return last
 
-    @_of_structure
+    @of_structure
     def first_device(self) -> dict[int, int]:
         """Per tensor without a producer the device of its first reader, 0 where nothing reads it."""
         first: dict[int, int] = {}
@@ -241,7 +224,7 @@ class TraceIndex:
                 possible.append(op)
         return possible
 
-    @_of_structure
+    @of_structure
     def droppable(self) -> list[bool]:
         """Per tensor whether a plan may drop it: nothing overwrites it, and one device alone uses it (`freeable`).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 from sim.collecting import uncollected
@@ -32,6 +33,18 @@ def kept(trace: Trace | Structure, name: str, key: Hashable, make: Callable[[], 
         while len(known) > most:
             known.popitem(last=False)
     return known[key]
+
+
+def of_structure(make: Callable[[Any], Derived]) -> cached_property[Derived]:
+    """A property of something that has a `trace` which no size has a part in: derived once for all traces of its
+    structure, and not to be changed."""
+    name = f"fact_{make.__qualname__}"
+
+    @wraps(make)
+    def fact(of: Any) -> Derived:
+        return kept(of.trace.structure, name, None, lambda: make(of))
+
+    return cached_property(fact)
 
 
 def kept_together(trace: Trace, other: Trace, name: str) -> None:
