@@ -98,14 +98,17 @@ class Bench:
 
     def run(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Write the answer to a file. `why`: what keeps this process from answering, "" for nothing."""
+        with uncollected():
+            return self._run(task)
+
+    def _run(self, task: Mapping[str, Any]) -> dict[str, Any]:
         folder, i = Path(task["folder"]), task["id"]
         try:
             if task["folder"] not in self._settings:
                 self._settings[task["folder"]] = pickle.loads((folder / "setting").read_bytes())
             setting = self._settings[task["folder"]]
             if i == BOUND:
-                with uncollected():
-                    least = lower_bound(setting.trace, setting.limited)
+                least = lower_bound(setting.trace, setting.limited)
                 (folder / f"answer-{i}").write_bytes(_dumped(least, _names(setting)))
                 return {"why": ""}
             label, given, parameters, sources = pickle.loads((folder / f"request-{i}").read_bytes())
@@ -115,8 +118,7 @@ class Bench:
                 policy = load(given, **parameters)
         except Exception as error:
             return {"why": _line(error)}
-        with uncollected():
-            found = answer(label, policy, setting)
+        found = answer(label, policy, setting)
         try:
             if setting.views:
                 found = _with_view(found, label)
@@ -187,7 +189,8 @@ def _dumped(thing: Any, shared: Iterable[tuple[str, Any]] = ()) -> bytes:
 
 
 def _read(data: bytes, shared: Iterable[tuple[str, Any]]) -> Any:
-    return _Unpickler(io.BytesIO(data), dict(shared)).load()
+    with uncollected():  # all of it stays
+        return _Unpickler(io.BytesIO(data), dict(shared)).load()
 
 
 def _packed(found: Answer, setting: Setting, policy: Policy) -> bytes:
