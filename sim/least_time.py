@@ -31,7 +31,7 @@ from sim.rewrites.holding import with_releases
 from sim.solvers.moment_bound import NothingFits, movable, program_of
 from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.solvers.trip import trip
-from sim.trace.graph import Trace
+from sim.trace.graph import OpColumns, TensorColumns, Trace
 from sim.trace.tensor import ROLE_CODE, ROLES
 from sim.units import format_bytes, format_percent, format_time, to_bytes
 
@@ -69,17 +69,21 @@ class LowerBound:
 
     def above(self, log: EventLog) -> float | None:
         """How much longer than the bound a run took, as a fraction; None for one that is not of the class."""
-        if not self.makespan_ns or not log.complete or self.outside(log):
-            return None
-        return log.end / self.makespan_ns - 1
+        return self._above(log, self.outside(log))
+
+    def _above(self, log: EventLog, outside: str) -> float | None:
+        """The same of one whose `outside` is known."""
+        return None if outside or not self.makespan_ns or not log.complete else log.end / self.makespan_ns - 1
 
     def record(self, log: EventLog) -> dict[str, Any]:
         """What a run's row says of the bound: `bound_ns`, `above_bound`, `outside_bound`."""
-        return {"bound_ns": self.makespan_ns, "above_bound": self.above(log), "outside_bound": self.outside(log)}
+        outside = self.outside(log)
+        return {"bound_ns": self.makespan_ns, "above_bound": self._above(log, outside), "outside_bound": outside}
 
     def line(self, log: EventLog) -> str:
         """How near a run is to the bound, in a sentence."""
-        return self.line_of(self.above(log), self.outside(log))
+        outside = self.outside(log)
+        return self.line_of(self._above(log, outside), outside)
 
     def line_of(self, above: float | None, outside: str) -> str:
         """The same from what `record` keeps of a run."""
@@ -226,7 +230,13 @@ def _same_ops(trace: Trace, other: Trace) -> bool:
     """Whether two traces are equal but for how long the program holds tensors, which the bound leaves out."""
     if trace is other or trace.content_hash == other.content_hash:
         return True
+    if any(len(a.name) != len(b.name) for a, b in zip(_columns(trace), _columns(other), strict=True)):
+        return False
     return with_releases(trace, ()).content_hash == with_releases(other, ()).content_hash
+
+
+def _columns(trace: Trace) -> tuple[OpColumns, TensorColumns]:
+    return trace.op_columns, trace.tensor_columns
 
 
 def _named(role: int) -> str:

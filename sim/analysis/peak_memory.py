@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.analysis.lanes import FIRST, main_lanes
 from sim.log import CAUSE, EventLog, Ints
@@ -138,9 +139,15 @@ def _mean(log: EventLog, tier: str | None) -> int:
     if not log.end or not len(time):
         return 0
     lasting = np.diff(time, append=log.end)
-    # bytes times ns exceed 2^63; the result of fsum does not depend on the order
-    parts = (used[i : i + PART].astype(float) * lasting[i : i + PART] for i in range(0, len(used), PART))
-    return int(math.fsum(chain.from_iterable(part.tolist() for part in parts)) / log.end)
+    return int(_sum(used.astype(float) * lasting) / log.end)
+
+
+def _sum(wholes: NDArray[np.float64]) -> float:
+    """The sum of whole numbers of at least 0, which may exceed 2^63, rounded once: no order has a part in it."""
+    if wholes.max(initial=0) >= 2**62:
+        return math.fsum(chain.from_iterable(wholes[i : i + PART].tolist() for i in range(0, len(wholes), PART)))
+    high, low = np.divmod(wholes.astype(np.int64), 1 << 31)
+    return float((int(high.sum()) << 31) + int(low.sum()))
 
 
 def fullest_home(log: EventLog) -> Tier:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from sim.errors import ProfileError
 from sim.hardware.platform import Engine, Platform, Tier
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.op import KINDS, PHASE_CODE
 from sim.trace.tensor import ROLE_CODE
 
@@ -129,19 +130,11 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
     """
     c = trace.op_columns
     count = len(c.name)
-    engine = np.zeros(count, np.int32)
-    named = np.zeros(count, np.bool_)
-    for i, name in c.engine.items():
-        engine[i] = platform.engine_for(int(c.device[i]), name)
-        named[i] = True
-    for device in range(trace.devices):
-        engine[(c.device == device) & ~named] = platform.engine_for(device)
+    engine, groups = kept(trace.structure, "by_engine", platform.timing_hash, lambda: _by_engine(trace, platform))
     types, type_of = trace.op_types
     fixed, rate = np.zeros(count, np.int64), np.zeros(count, np.int64)
     moved = trace.touched.copy()
-    group = (engine.astype(np.int64) * len(KINDS) + c.kind) * max(len(types), 1) + type_of
-    for key in np.unique(group):
-        rows = np.flatnonzero(group == key)
+    for rows in groups:
         unit = platform.engines[int(engine[rows[0]])]
         kind = KINDS[c.kind[rows[0]]]
         if kind in unit.lacks:
@@ -165,6 +158,23 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
     for column in (engine, whole, touched, rate, total):
         column.setflags(write=False)  # the engine and all who estimate share them
     return OpTimes(engine, whole, touched, rate, total)
+
+
+def _by_engine(trace: Trace, platform: Platform) -> tuple[NDArray[np.int32], list[NDArray[np.int64]]]:
+    """Per op its engine; and the ops in groups of one engine, kind and type: once for all traces of a structure."""
+    c = trace.op_columns
+    engine = np.zeros(len(c.name), np.int32)
+    named = np.zeros(len(c.name), np.bool_)
+    for i, name in c.engine.items():
+        engine[i] = platform.engine_for(int(c.device[i]), name)
+        named[i] = True
+    for device in range(trace.devices):
+        engine[(c.device == device) & ~named] = platform.engine_for(device)
+    types, type_of = trace.op_types
+    group = (engine.astype(np.int64) * len(KINDS) + c.kind) * max(len(types), 1) + type_of
+    order = np.argsort(group, kind="stable")
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
+    return engine, np.split(order, starts[1:]) if len(order) else []
 
 
 def transposed(trace: Trace, ops: NDArray[np.int64], unit: Engine) -> NDArray[np.int64]:

@@ -110,8 +110,9 @@ def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain
     Raises TraceError if there are fewer than `least` stages, naming the op that reads across, or if backward ops do not
     come in the reverse order of the stages. It says so where the step was captured under checkpoints of its own.
     """
+    times = np.asarray(op_ns, np.int64)
     try:
-        return _chain(trace, op_ns, least)
+        return kept(trace, "chain", (times.tobytes(), least), lambda: _chain(trace, times, least))
     except TraceError as error:
         if not (count := trace.meta.get(RECOMPUTED)):
             raise
@@ -120,14 +121,13 @@ def chain(trace: Trace, op_ns: Sequence[int] | Ints, *, least: int = 2) -> Chain
         ) from error
 
 
-def _chain(trace: Trace, op_ns: Sequence[int] | Ints, least: int) -> Chain:
+def _chain(trace: Trace, times: Ints, least: int) -> Chain:
     staged = kept(trace.structure, "staged", None, lambda: _staged(trace))
     live_at, count = staged.live_at, len(staged.live_at) + 1
     if count < least:
         raise TraceError(_breaks(trace, forward_ops(trace)))
     stage_of = staged.stage_of.copy()
     _label(trace, backward_ops(trace), stage_of, staged.low, staged.high, live_at)
-    times = np.asarray(op_ns, np.int64)
     pricing = _Pricing(trace, stage_of, live_at, count)
     stages = tuple(pricing.stage(i, times) for i in range(count))
     size, role = trace.tensor_columns.bytes, trace.tensor_columns.role
