@@ -338,7 +338,7 @@ def prepare(trace: Trace, platform: Platform) -> Prepared:
 def _prepare(trace: Trace, platform: Platform) -> Prepared:
     if trace.devices > platform.devices:
         raise ProfileError(f"{platform.name} has {platform.devices} device(s); the trace needs {trace.devices}")
-    times = kept(trace, "times", platform.timing_hash, lambda: op_times(trace, platform))
+    times = op_times(trace, platform)
     charges = _charges(platform)
     pooled = np.array([unit.name in charges for unit in platform.engines])
     return Prepared(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,15 +111,29 @@ def lineage_of(problem: Problem, evicts: Collection[str] = EVICTED_ROLES, *, emp
 def _lineage(problem: Problem, evicts: Collection[str], empty: bool) -> Lineage:
     trace = problem.trace
     c, t = trace.op_columns, trace.tensor_columns
-    count, size = len(c.name), t.bytes.tolist()
-    writes, view_of = trace.all_writes, trace.view_of
+    counts, facts = kept(trace.structure, "lineage", None, lambda: _facts(trace))
+    evictable = counts & np.isin(t.role, [ROLE_CODE[role] for role in evicts]) & (empty | (t.bytes > 0))
+    evictable[list(trace.view_of)] = False
+    times = added(trace, problem.platform)
+    cost = np.where(trace.producer >= 0, times[trace.producer], 0) if len(times) else np.zeros(len(t.name), np.int64)
+    return Lineage(
+        makes=(row_sums(c.write_start, t.bytes[c.write_ids]) + c.workspace).tolist(),
+        size=t.bytes.tolist(),
+        took=times.tolist(),
+        cost=cost.tolist(),
+        evictable=evictable.tolist(),
+        **facts,
+    )
+
+
+def _facts(trace: Trace) -> tuple[NDArray[np.bool_], dict[str, Any]]:
+    """Which tensors count as parents and children, and the rest of a lineage that no size has a part in."""
+    c, view_of = trace.op_columns, trace.view_of
     reads = _last_mentions(trace)
     until = _recomputable_until(TraceIndex(trace))
-    recomputable = until > np.arange(count)
+    recomputable = until > np.arange(len(c.name))
     made = trace.producer >= 0
-    counts = made & recomputable[trace.producer] if count else made
-    evictable = counts & np.isin(t.role, [ROLE_CODE[role] for role in evicts]) & (empty | (t.bytes > 0))
-    evictable[list(view_of)] = False
+    counts = made & recomputable[trace.producer] if len(c.name) else made
     may_free = freeable(trace)
     may_free[list(view_of)] = False
     overwrites: dict[int, tuple[int, ...]] = {}
@@ -135,31 +149,25 @@ def _lineage(problem: Problem, evicts: Collection[str], empty: bool) -> Lineage:
         views[op] = (*views.get(op, ()), (view, storage))
     parents: list[tuple[int, ...]] = [reads[p] if p >= 0 else () for p in trace.producer.tolist()]
     children = _children(trace, reads, recomputable)
-    times = added(trace, problem.platform)
-    cost = np.where(made, times[trace.producer], 0) if count else np.zeros(len(t.name), np.int64)
-    return Lineage(
-        reads=reads,
-        writes=writes,
-        makes=(row_sums(c.write_start, t.bytes[c.write_ids]) + c.workspace).tolist(),
-        device=c.device.tolist(),
-        forward=(c.phase == PHASE_CODE["forward"]).tolist(),
-        producer=trace.producer.tolist(),
-        parents=parents,
-        children=children,
-        around=[(*above, *below) for above, below in zip(parents, children, strict=True)],
-        views=views,
-        view_of=view_of,
-        views_in=views_in,
-        size=size,
-        took=times.tolist(),
-        cost=cost.tolist(),
-        evictable=evictable.tolist(),
-        counts=counts.tolist(),
-        freeable=may_free.tolist(),
-        holders=uses(trace).tolist(),
-        releases=c.releases,
-        overwrites=overwrites,
-    )
+    facts = {
+        "reads": reads,
+        "writes": trace.all_writes,
+        "device": c.device.tolist(),
+        "forward": (c.phase == PHASE_CODE["forward"]).tolist(),
+        "producer": trace.producer.tolist(),
+        "parents": parents,
+        "children": children,
+        "around": [(*above, *below) for above, below in zip(parents, children, strict=True)],
+        "views": views,
+        "view_of": view_of,
+        "views_in": views_in,
+        "counts": counts.tolist(),
+        "freeable": may_free.tolist(),
+        "holders": uses(trace).tolist(),
+        "releases": c.releases,
+        "overwrites": overwrites,
+    }
+    return counts, facts
 
 
 def _recomputable_until(index: TraceIndex) -> NDArray[np.int64]:

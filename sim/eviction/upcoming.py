@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sim.plan import Memory, Problem
+from sim.trace.columns import row_sums
 from sim.trace.op import PHASE_CODE
 
 
@@ -36,11 +39,11 @@ def upcoming_of(problem: Problem) -> Upcoming:
     trace, platform = problem.trace, problem.platform
     c, t = trace.op_columns, trace.tensor_columns
     homes = [platform.home(device).name for device in range(trace.devices)]
-    ops = range(len(trace.ops))
+    fresh = np.where(t.replaces[c.write_ids] < 0, t.bytes[c.write_ids], 0)
     return Upcoming(
         home=[homes[device] for device in c.device.tolist()],
-        makes=[int(c.workspace[i]) + sum(int(t.bytes[w]) for w in trace.writes(i) if t.replaces[w] < 0) for i in ops],
-        reads=[trace.reads(i) for i in ops],
+        makes=(row_sums(c.write_start, fresh) + c.workspace).tolist(),
+        reads=trace.distinct_reads,
         backward=(c.phase == PHASE_CODE["backward"]).tolist(),
         size=t.bytes.tolist(),
         capacity={name: platform.tier(name).capacity for name in homes},

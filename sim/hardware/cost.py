@@ -128,6 +128,10 @@ def op_times(trace: Trace, platform: Platform) -> OpTimes:
 
     Raises ProfileError where an op needs an engine or a type that the platform lacks.
     """
+    return kept(trace, "times", platform.timing_hash, lambda: _op_times(trace, platform))
+
+
+def _op_times(trace: Trace, platform: Platform) -> OpTimes:
     c = trace.op_columns
     count = len(c.name)
     engine, groups = kept(trace.structure, "by_engine", platform.timing_hash, lambda: _by_engine(trace, platform))
