@@ -143,9 +143,9 @@ REASONS = {
         "recipe's CUBLAS_WORKSPACE_CONFIG sets them, one for the thread of backward; with local layers (mgold-09 to "
         "-12) the buffer of a layer's scores as well, which their attention takes once and keeps; and the mask of "
         "scores that their data loader makes, a byte each, where nothing here has one (mgold-03, -04, and -08 to "
-        "-12). Of mgold-03, 1.0 GB more is printed than of the same run on an H100 (mgold-04): not explained. The fused "
-        "kernels that are on by default there stand as the fused stack. Their buffers of gradients exist from the start, ours from the first backward pass: of a "
-        "run of one micro-batch the peak is that of a second one."
+        "-12). Of mgold-03, 1.0 GB more is printed than of the same run on an H100 (mgold-04): not explained. The "
+        "fused kernels that are on by default there stand as the fused stack. Their buffers of gradients exist from "
+        "the start, ours from the first backward pass: of a run of one micro-batch the peak is that of a second one."
     ),
     "tbench": (
         "Which V100, its CPU and the version of PyTorch are not stated. Below 8 images eager runs wait for the CPU, "
@@ -154,8 +154,8 @@ REASONS = {
     "mpt": (
         "FlashAttention 1 in Triton, on an H100 at the rate of version 2 there over what version 2 is faster on an "
         "A100. DecoupledAdamW loops over FSDP's flat parameters, ours over parameters. Microbatches that do not divide "
-        "the batch are counted as whole ones. What is left on an H100 grows with "
-        "tokens: 22 to 28 % of what products take here without recomputation, 15 to 19 with it, as if those of backward "
+        "the batch are counted as whole ones. What is left on an H100 grows with tokens: 22 to 28 % of what products "
+        "take here without recomputation, 15 to 19 with it, as if those of backward "
         "alone (under CUDA 11.8) were slower; no table of such products was found. So it is not of launches or of "
         "exchanges, except where a microbatch has few tokens for its weights (30B with 6,144, 13B with 4,096): beside "
         "exchanges products are 19 % slower on average (Lee et al. 2025, arXiv:2507.03114), which is left out."

@@ -220,5 +220,5 @@ def test_one_step_of_samples_that_do_not_divide_is_the_whole() -> None:
 def test_replicas_are_refused_with_the_nearest_layout() -> None:
     with pytest.raises(LayoutError, match="dp: pipedream updates after each microbatch of one pipeline; nearest: 1"):
         lay_out(step(), "a100_80_sxm", {"dp": 2, "pp": 2, "micro_batches": 2, "schedule": "pipedream"})
-    with pytest.raises(LayoutError, match="zero: pipedream keeps several versions of each weight.*; nearest: 0"):
+    with pytest.raises(LayoutError, match=r"zero: pipedream keeps several versions of each weight.*; nearest: 0"):
         lay_out(step(), "a100_80_sxm", {"pp": 2, "cp": 2, "zero": 1, "schedule": "pipedream"})
