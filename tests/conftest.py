@@ -204,10 +204,15 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """For the quick tests alone only their files are read."""
-    files = {TESTS / test.partition("::")[0] for tests in QUICK.values() for test in tests}
-    quick_alone = config.option.markexpr == "quick" and collection_path.is_relative_to(TESTS)
-    return True if quick_alone and collection_path.suffix == ".py" and collection_path not in files else None
+    """For the quick tests alone, or those of speed, only their files are read."""
+    asked = config.option.markexpr
+    if collection_path.suffix != ".py" or not collection_path.is_relative_to(TESTS):
+        return None
+    if asked == "quick":
+        read = collection_path in {TESTS / test.partition("::")[0] for tests in QUICK.values() for test in tests}
+    else:
+        read = not asked.startswith("alone") or "mark.alone" in collection_path.read_text(encoding="utf-8")
+    return None if read else True
 
 
 def pytest_collection_modifyitems(config, items):
