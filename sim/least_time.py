@@ -230,13 +230,9 @@ def _same_ops(trace: Trace, other: Trace) -> bool:
     """Whether two traces are equal but for how long the program holds tensors, which the bound leaves out."""
     if trace is other or trace.content_hash == other.content_hash:
         return True
-    if _counts(trace) != _counts(other):
+    if len(trace.op_columns.name) != len(other.op_columns.name):
         return False
     return with_releases(trace, ()).content_hash == with_releases(other, ()).content_hash
-
-
-def _counts(trace: Trace) -> tuple[int, int]:
-    return len(trace.op_columns.name), len(trace.tensor_columns.name)
 
 
 def _named(role: int) -> str:
