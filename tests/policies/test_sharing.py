@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from sim import load_profile, simulate
+from sim.analysis.peak_memory import home_peak
 from sim.conformance import check_policy
 from sim.conformance.repeatability import other_sizes
 from sim.engine.replay import replay
 from sim.errors import TraceError
-from sim.experiment import problem_for
+from sim.experiment import problem_for, reference_run
 from sim.plan import Drop, Move, Plan, Problem, Recompute
 from sim.policies import load, names
 from sim.policies.base import Policy
@@ -23,6 +24,7 @@ from sim.rewrites.rewriter import with_columns
 from sim.trace import Trace, TraceBuilder
 from sim.trace.chain import chain
 from sim.trace.columns import FROM_READS_AND_WRITES, FROM_STRUCTURE
+from sim.trace.phases import saved_tensors
 from workloads import transformer
 
 MACHINE = load_profile("a100_80_sxm")
@@ -180,7 +182,10 @@ def test_a_shared_plan_is_the_one_that_each_size_would_get(policy):
     assert made[3].trace.structure is made[2].trace.structure
 
 
-@pytest.mark.parametrize("policy", ["chen", "chen(method=sqrt)", *VDNN, "swap_all", "swap_all(unit=op)"])
+MOVES = ("swap_all", "swap_all(unit=op)", "swap_attention(min_bytes=0)")
+
+
+@pytest.mark.parametrize("policy", ["chen", "chen(method=sqrt)", *VDNN, *MOVES])
 def test_actions_that_sizes_do_not_decide_are_made_once_for_all_sizes(policy):
     chosen, made = load(policy), []
     for trace in sizes():
@@ -193,18 +198,39 @@ def test_actions_that_sizes_do_not_decide_are_made_once_for_all_sizes(policy):
     assert made[3].actions is made[1].actions or policy == "chen"
 
 
-@pytest.mark.parametrize("policy", ["swap_all", "vdnn(variant=all)"])
+def without_bytes(trace: Trace, tensor: int) -> Trace:
+    """A trace of the same structure in which a tensor has no bytes."""
+    t = trace.tensor_columns
+    bytes = np.where(np.arange(len(t.bytes)) == tensor, 0, t.bytes)
+    ends = {"outputs": trace.outputs, "carry": trace.carry, "meta": trace.meta}
+    return Trace(replace(t, bytes=bytes), trace.op_columns, **ends, like=trace)
+
+
+@pytest.mark.parametrize("policy", ["swap_all", "vdnn(variant=all)", "swap_attention(min_bytes=0)"])
 def test_what_has_no_bytes_at_one_size_is_offloaded_at_others(policy):
     _, first, second, _ = sizes()
     offloaded = {act.tensor for act in load(policy).plan(problem_for(first, MACHINE)).actions if isinstance(act, Move)}
-    t = second.tensor_columns
-    bytes = np.where(np.arange(len(t.bytes)) == min(offloaded), 0, t.bytes)
-    empty = Trace(replace(t, bytes=bytes), second.op_columns, outputs=second.outputs, carry=second.carry, like=second)
+    empty = without_bytes(second, min(offloaded))
     assert empty.structure is first.structure
     plans = [load(policy).plan(problem_for(each, MACHINE)) for each in (empty, alone(empty), second)]
     left = [{act.tensor for act in plan.actions if isinstance(act, Move)} for plan in plans]
     assert left[0] == left[1] == offloaded - {min(offloaded)}
     assert left[2] == offloaded
+
+
+COUNTING = ("autoswap", "autoswap(variables=all)", "g10", "layer_offload(min_elements=0)", "modnn", "sentinel", "tflms")
+RECOMPUTING = ("twremat", "revolve", "dtr", "delta", "capuchin", "superneurons")
+
+
+@pytest.mark.parametrize("policy", [*COUNTING, *RECOMPUTING])
+def test_what_planners_find_once_for_a_structure_is_what_each_size_would_find(policy):
+    traces = sizes()[1:]
+    saved = saved_tensors(traces[-1])
+    for trace in (*traces, without_bytes(traces[-1], int(saved[len(saved) // 2]))):
+        budget = int(0.8 * home_peak(reference_run(trace, MACHINE)))
+        runs = [simulate(each, MACHINE, policy, budget=budget) for each in (trace, alone(trace))]
+        assert runs[0].plan.decides_as(runs[1].plan)
+        assert runs[0].log == runs[1].log
 
 
 def test_plans_of_other_parameters_and_those_that_look_at_times_are_not_mixed_up():
@@ -218,7 +244,7 @@ def test_plans_of_other_parameters_and_those_that_look_at_times_are_not_mixed_up
             assert simulate(trace, MACHINE, policy).log == replay(own, MACHINE)
 
 
-ON_A_MACHINE = ("chen", "swap_all", "swap_all(ahead=2)", "save_on_cpu", "offload_activations")
+ON_A_MACHINE = ("chen", "swap_all", "swap_all(ahead=2)", "save_on_cpu", "offload_activations", "weight_streaming")
 
 
 @pytest.mark.parametrize("policy", ON_A_MACHINE)
@@ -231,8 +257,8 @@ def test_a_plan_that_ignores_the_budget_is_made_once_for_a_trace_on_a_machine(po
     plans = [chosen.plan(problem_for(trace, machine)) for machine in (MACHINE, other, full)]
     for each, machine in zip(plans[1:], (other, full), strict=True):
         assert each.decides_as(chosen.plan(problem_for(alone(trace), machine)))
-    # one moves nothing, and no tier is behind pageable memory
-    assert len({each.actions for each in plans}) == {"chen": 1, "save_on_cpu": 2}.get(policy, 3)
+    # one moves nothing, no tier is behind pageable memory, and one sends nothing there
+    assert len({each.actions for each in plans}) == {"chen": 1, "save_on_cpu": 2, "weight_streaming": 2}.get(policy, 3)
 
 
 def test_these_policies_declare_it():

@@ -27,6 +27,7 @@ POLICIES = (
     *("zero_offload", "zero_offload(delayed=true)", "zero_offload(weights=host)", "zero_offload(bucket=10000)"),
     *("save_on_cpu", "offload_activations", "offload_activations(min_offload_size=200000)"),
     *("zero_offload(partition=cut)", "superoffload", "superoffload(on_device=2)", "superoffload(on_device=1, lag=0)"),
+    *("zero_infinity", "zero_infinity(weights=device, bucket=10000)", "optimizer_in_backward"),
 )
 STEPS = (
     {"precision": "amp_bf16"},
