@@ -71,6 +71,7 @@ class Schedule:
         self._away: list[Ints] = [np.zeros(len(took), np.int64) for _ in vitality.levels]
         self._lanes = Lanes()
         self._clean: set[Period] = set()
+        self._times: dict[tuple[int, tuple[int, ...]], int] = {}  # of copies, by bytes and route
 
     @property
     def excess_bytes(self) -> int:
@@ -107,7 +108,8 @@ class Schedule:
             if first < len(over) and over[first] < period.right and period not in fixed:
                 heap.append((-float("inf"), i))
         heapq.heapify(heap)
-        while heap and self.excess_bytes:
+        excess = self.excess_bytes
+        while heap and excess:
             i = heap[0][1]
             best = self._best(periods[i])
             if best is None:
@@ -117,6 +119,7 @@ class Schedule:
             else:
                 heapq.heappop(heap)
                 self._add(best[1])
+                excess = self.excess_bytes
 
     def _best(self, period: Period) -> tuple[float, Trip] | None:
         """The trip for a period and its score, None where none helps."""
@@ -138,7 +141,7 @@ class Schedule:
         in_at = self._lanes.latest(tier.back, self._starts[period.right], in_ns)
         gone = max(bisect_left(self._starts, out_at + out_ns), period.left + 1)
         back = bisect_right(self._starts, in_at) - 1
-        if back <= gone or int(self._away[level][gone:back].max()) + period.bytes > tier.spare:
+        if back <= gone or int(np.maximum.reduce(self._away[level][gone:back])) + period.bytes > tier.spare:
             return None
         return Trip(period, level, out_at, in_at, out_ns, in_ns, gone, back)
 
@@ -149,8 +152,11 @@ class Schedule:
         return Trip(one.period, one.level, left, self._starts[at], 0, 0, at, at)
 
     def _copy_ns(self, period: Period, route: tuple[int, ...]) -> int:
-        fixed, rate = self._platform.pace(route)
-        return transfer_ns(period.bytes, rate, fixed)
+        key = period.bytes, route
+        if key not in self._times:
+            fixed, rate = self._platform.pace(route)
+            self._times[key] = transfer_ns(period.bytes, rate, fixed)
+        return self._times[key]
 
     def _area(self, trip: Trip) -> float:
         """The area above the capacity, in bytes times ns, that a trip takes away."""
