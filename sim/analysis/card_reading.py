@@ -27,6 +27,7 @@ from sim.trace.op import KIND_CODE, PHASE_CODE
 from sim.units import parse_bytes
 
 CURRENT = "2.13"
+"""The version of PyTorch whose card is read where none is given."""
 SEND, RECV = KIND_CODE["send"], KIND_CODE["recv"]
 
 

@@ -42,6 +42,7 @@ MADE, OVERWRITTEN = CAUSE["made"], CAUSE["overwritten"]
 SEND, RECV = KIND_CODE["send"], KIND_CODE["recv"]
 EXCHANGES = KIND_CODE["collective"], SEND, RECV
 WAITS_FOR_SENDS = ("fused",)
+"""Stacks whose kernels are Megatron-LM's, where the CPU waits for each send and receive (`batch_p2p_sync`)."""
 SYNCHRONOUS_UNRECORDED, UNRECORDED = (2, 2), (2, 8)
 """The versions since which collectives that a program waits for at once, and since which all, are not recorded."""
 

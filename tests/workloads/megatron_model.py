@@ -6,9 +6,16 @@ keys and values, one for gate and up, rotary positions of the first elements of 
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+
+from scripts.zoo_page.measure import machine
+from sim import simulate
+from sim.analysis.peak_memory import home_peak
+from sim.trace.phases import saved_tensors
+from workloads import capture
 
 
 class RMSNorm(nn.Module):
@@ -117,3 +124,21 @@ class GPTModel(nn.Module):
         logits = self.head(self.norm(x))
         shifted = functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
         return functional.cross_entropy(logits.view(-1, logits.shape[-1]), shifted.view(-1))
+
+
+def assert_same_in_pytorch(ours, model):
+    """A trace of two samples of 24 tokens has the parameters, saved bytes, FLOPs and peak of a model that PyTorch runs.
+
+    model: makes it, see `capture`.
+    """
+    ids = torch.zeros(2, 24, dtype=torch.int64)
+    theirs = capture(model, (ids, ids), optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=True))
+    assert ours.meta["parameters"] == theirs.meta["parameters"]
+    saved = [sum(trace.tensors[t].bytes for t in saved_tensors(trace).tolist()) for trace in (ours, theirs)]
+    assert saved[0] == saved[1]
+    products = [
+        sum(op.flops for op in trace.ops if op.kind == "matmul" and op.phase == "forward") for trace in (ours, theirs)
+    ]
+    assert products[0] == products[1]
+    peaks = [home_peak(simulate(trace, machine()).log) for trace in (ours, theirs)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=2e-3)

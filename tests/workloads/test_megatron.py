@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sim.errors import WorkloadError
 from sim.trace.phases import saved_tensors
-from workloads import capture, read_config, transformer
+from workloads import read_config, transformer
 from workloads.parameters import parameter_count
 
 GPT = {
@@ -62,29 +62,12 @@ def config(**arguments):
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_parameters_saved_bytes_flops_and_peak_are_those_of_the_same_parts_in_pytorch(mixture):
-    torch = pytest.importorskip("torch")
-    from scripts.zoo_page.measure import machine
-    from sim import simulate
-    from sim.analysis.peak_memory import home_peak
-    from tests.workloads.megatron_model import GPTModel
+    pytest.importorskip("torch")
+    from tests.workloads.megatron_model import GPTModel, assert_same_in_pytorch
 
     arguments = {**GPT, **MIXTURES[mixture]}
     ours = transformer({"model_type": "megatron", **arguments}, batch=2, sequence=24, attention="eager")
-    ids = torch.zeros(2, 24, dtype=torch.int64)
-    theirs = capture(
-        lambda: GPTModel(arguments).train(),
-        (ids, ids),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    )
-    assert ours.meta["parameters"] == theirs.meta["parameters"]
-    saved = [sum(trace.tensors[t].bytes for t in saved_tensors(trace).tolist()) for trace in (ours, theirs)]
-    assert saved[0] == saved[1]
-    products = [
-        sum(op.flops for op in trace.ops if op.kind == "matmul" and op.phase == "forward") for trace in (ours, theirs)
-    ]
-    assert products[0] == products[1]
-    peaks = [home_peak(simulate(trace, machine()).log) for trace in (ours, theirs)]
-    assert peaks[0] == pytest.approx(peaks[1], rel=2e-3)
+    assert_same_in_pytorch(ours, lambda: GPTModel(arguments).train())
 
 
 # ---- closed forms ------------------------------------------------------------------------------------

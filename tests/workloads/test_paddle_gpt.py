@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sim.errors import WorkloadError
-from sim.trace.phases import saved_tensors
-from workloads import capture, read_config, transformer
+from workloads import read_config, transformer
 
 GPT = {
     "model_type": "gpt",
@@ -27,10 +26,7 @@ GPT = {
 @pytest.mark.parametrize("fused", [False, True])
 def test_parameters_saved_bytes_flops_and_peak_are_those_of_the_same_parts_in_pytorch(fused):
     torch = pytest.importorskip("torch")
-    from scripts.zoo_page.measure import machine
-    from sim import simulate
-    from sim.analysis.peak_memory import home_peak
-    from tests.workloads.megatron_model import GPTModel, Layer
+    from tests.workloads.megatron_model import GPTModel, Layer, assert_same_in_pytorch
 
     class Three(torch.nn.Module):
         """One after the other, as three products."""
@@ -64,21 +60,7 @@ def test_parameters_saved_bytes_flops_and_peak_are_those_of_the_same_parts_in_py
         "attention_dropout": 0.1,
         "hidden_dropout": 0.1,
     }
-    ids = torch.zeros(2, 24, dtype=torch.int64)
-    theirs = capture(
-        lambda: Model(arguments).train(),
-        (ids, ids),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    )
-    assert ours.meta["parameters"] == theirs.meta["parameters"]
-    saved = [sum(trace.tensors[t].bytes for t in saved_tensors(trace).tolist()) for trace in (ours, theirs)]
-    assert saved[0] == saved[1]
-    products = [
-        sum(op.flops for op in trace.ops if op.kind == "matmul" and op.phase == "forward") for trace in (ours, theirs)
-    ]
-    assert products[0] == products[1]
-    peaks = [home_peak(simulate(trace, machine()).log) for trace in (ours, theirs)]
-    assert peaks[0] == pytest.approx(peaks[1], rel=2e-3)
+    assert_same_in_pytorch(ours, lambda: Model(arguments).train())
 
 
 def test_by_default_there_are_three_products():
