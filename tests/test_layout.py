@@ -37,7 +37,9 @@ def test_a_layout_is_a_rewrite_that_computes_the_same(base: Trace) -> None:
     layout = {"pp": 2, "schedule": "interleaved", "micro_batches": 4}
     trace, platform = lay_out(base, "a100_80_sxm", layout)
     found = departures(trace, base)
-    assert {(each.what, each.op) for each in found} == {("repeated", "positions"), ("repeated", "wpe")}
+    assert {each.what for each in found} == {"repeated"}
+    tied = {op.name for op in base.ops if op.name.startswith(("optimizer", "wte.weight.grad.add"))}
+    assert {each.op for each in found} <= {"positions", "wpe"} | tied
     assert trace.devices == platform.devices == 2
     result = simulate(base, "a100_80_sxm", parallel=layout)
     assert result.log.trace.content_hash == trace.content_hash
@@ -332,13 +334,12 @@ TIED = {**CONFIG, "vocab_size": 4096, "n_embd": 128}
 
 @pytest.mark.parametrize("more", [{}, {"dp": 2}, {"dp": 2, "zero": 1}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-def test_a_tied_weights_gradient_is_summed_on_each_stage_and_sent_once(schedule, more):
+def test_a_tied_weights_gradient_is_summed_on_each_stage_and_exchanged_once(schedule, more):
     base = transformer(TIED, batch=16, sequence=32)
     trace, _ = lay_out(base, "a100_80_sxm", {"pp": 4, "micro_batches": 8, "schedule": schedule, **more})
     assert {each.what for each in departures(trace, base)} <= {"repeated"}
-    sent = [op.name for op in trace.ops if op.kind == "send" and op.name.startswith("wte.weight.grad")]
-    assert len(sent) == 1
-    assert sum(op.name == "wte.weight.grad.add" for op in trace.ops) == 1
+    assert not [op.name for op in trace.ops if op.kind == "send" and op.name.startswith("wte.weight")]
+    assert sum(op.name.startswith("wte.weight.grad.add") for op in trace.ops) == 2
 
 
 def test_zb_h1_with_tied_embeddings_is_not_slower_than_1f1b():

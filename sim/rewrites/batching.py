@@ -310,10 +310,15 @@ class _Split:
         for op in self.ops:
             if op.id in self.ops_elsewhere:
                 continue
-            if self.reduced and (
-                not self.splits[op.id]
-                or self.buckets.ends(self.reduced[-1][1], op)
-                or self.buckets.is_full(self.reduced, number)
+            meets = self.reduced and op.group and op.group == self.reduced[-1][1].group
+            if (
+                self.reduced
+                and not meets
+                and (
+                    not self.splits[op.id]
+                    or self.buckets.ends(self.reduced[-1][1], op)
+                    or self.buckets.is_full(self.reduced, number)
+                )
             ):
                 self._reduce()
                 number += 1
@@ -571,7 +576,9 @@ class _Split:
         part = Microbatch(Same(op.id), 0, self.n, self.total)
         for t in op.writes:
             stands_for = Microbatch(Same(t), 0, self.n, self.total)
-            self.sums[t] = self.new.tensor(self.tensors[t], stands_for, name=f"{self.tensors[t].name}.sum")
+            tensor = self.tensors[t]
+            over = None if tensor.replaces is None else self.sums.get(tensor.replaces)
+            self.sums[t] = self.new.tensor(tensor, stands_for, name=f"{tensor.name}.sum", replaces=over)
             if t not in self.summed_by_once:
                 self.reduced.append((self.tensors[t], op, self.n - 1))
         reads, writes = ([self.sums[t] for t in ids] for ids in (op.reads, op.writes))
@@ -599,6 +606,13 @@ class _Split:
     def _reduce(self) -> None:
         """Sum what waits over the ranks that have it, each kind by one collective."""
         waiting, self.reduced = self.reduced, []
+        if (
+            len(parts := {self.buckets.part[op.id]: None for _, op, _ in waiting}) > 1
+        ):  # what stages have summed together
+            for part in parts:
+                self.reduced = [each for each in waiting if self.buckets.part[each[1].id] == part]
+                self._reduce()
+            return
         own = self.experts.ops if self.experts is not None else frozenset[int]()
         for by_expert, axis, ranks in ((False, "data", self.ranks), (True, "expert_data", self.groups)):
             for joined in (False, True):

@@ -5,8 +5,8 @@ Megatron-LM allocates one contiguous buffer for the gradients of the weights whe
 zeros before each iteration and adds to it in every microbatch. So its bytes are there during the first forward, too,
 where a framework that makes gradients when they are first needed has none.
 Departs: one buffer per weight and no padding between them; the zeros cost no time, and the first microbatch writes its
-gradients instead of adding them; where a gradient has terms on two stages (tied embeddings), the buffer is that of
-their sum, on the stage that keeps the weight. Policies that manage gradients are refused on such a trace: they would
+gradients instead of adding them; where a gradient has terms on two stages (tied embeddings), the buffer of each is that
+of their sum. Policies that manage gradients are refused on such a trace: they would
 move buffers whose content is about to be overwritten. Where kernels are fused, or the loss makes gradients in forward,
 gradients whose accumulation is part of another kernel have no buffer.
 """

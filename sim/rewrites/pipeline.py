@@ -14,6 +14,7 @@ from sim.rewrites.rewriter import Rewriter
 from sim.rewrites.schedules import DIVIDED, SCHEDULES, Unit, device_of, unit_orders
 from sim.rewrites.slots import Slot, initial_weights, parameters_of, split_updates
 from sim.rewrites.steps import Version, consecutive_steps, updated
+from sim.rewrites.tied_weights import with_copies
 from sim.trace.columns import slots_of
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.layers import op_layers
@@ -50,15 +51,15 @@ def pipeline(
     arrive beside what runs before; later readers there use the received copy. An input that several stages read is
     present on each, and what is computed of inputs and constants alone (rotary tables, masks, positions;
     `computed_anywhere`) each stage computes itself in the unit that first reads it, as in Megatron-LM and wherever a
-    stage is a module of its own. A weight of two stages (tied embeddings) is kept and updated on the stage that reads
-    it first, and sent once per iteration; each of the two sums its part of the gradient over the microbatches, and the
-    other one's sum is sent back, once, as Megatron-LM reduces the embedding's gradients after the last microbatch. With
-    `dealt`, or experts divided among replicas, it is sent per microbatch.
+    stage is a module of its own. A weight of several stages (tied embeddings) is on each of them, with gradient, states
+    and update of its own; each sums its part of the gradient over the microbatches, and these are summed once, after
+    the last one (`sim.rewrites.tied_weights`). With `dealt`, or experts divided among replicas, the stage that reads it
+    first sums the gradient of each microbatch and sends the others the result.
 
     Under `pipedream` each microbatch is a step of its own, see `sim.rewrites.steps`: an update follows its backward,
     and on stage s of S the forward of a later one runs on weights that are S - 1 - s updates old, which are kept for
-    its backward. So a weight has S - s versions there. One of two stages has those of the stage that keeps it, and so
-    has what an op reads with it (the bias of a tied head).
+    its backward. So a weight has S - s versions there. One of two stages is on the first alone, which sends it for each
+    step; it has the versions of that stage, and so has what an op reads with it (the bias of a tied head).
 
     trace: a trace on one device.
     stage_of_layer: the stage of every layer, by index; with `chunks` its part of the model.
@@ -84,7 +85,7 @@ def pipeline(
     orders = unit_orders(schedule, stages, chunks, micro_batches)
     if trace.devices > 1:
         raise TraceError("pipeline: the trace is already on several devices")
-    trace = _updates_by_part(trace, table, parts)
+    trace, late = _updates_by_part(trace, table, parts), frozenset[int]()
     base_part = parts_of(trace, table, parts)
     _check_updates(trace, base_part)
     if schedule == "pipedream":
@@ -92,15 +93,16 @@ def pipeline(
             raise TraceError("pipeline: pipedream updates after each microbatch of one pipeline; nearest: dp 1")
         split, which, versions = consecutive_steps(trace, micro_batches, _behind(trace, base_part, stages))
     else:
-        device = [device_of(q, stages, schedule) for q in base_part]
-        once = [] if dealt or experts > 1 else _sums_over_devices(trace, device)
+        on = [device_of(q, stages, schedule) for q in range(parts)]
+        sums = [] if dealt or experts > 1 else _sums_over_devices(trace, [on[q] for q in base_part])
+        trace, base_part, late, once = with_copies(trace, base_part, on, sums)
         replicas: dict[str, Any] = {"experts": experts, "once": once, "buckets": buckets, "apart": base_part}
         replicas["own_statistics"] = own_statistics
         split, which = split_batch_ops(trace, micro_batches, ranks, dealt, passes=True, **replicas)
         versions = []
     part = [base_part[op] for op, _ in which]
     later = weight_gradients(trace) if schedule in DIVIDED else frozenset()
-    units = _units(split, which, part, later, schedule == "pipedream")
+    units = _units(split, which, part, later, late, schedule == "pipedream")
     if schedule != "pipedream":
         orders = [_with_rounds(own, units) for own in orders]
     order = _order(split, units, [[unit for unit in own if unit in units] for own in orders])
@@ -265,7 +267,12 @@ def _updated_by(trace: Trace, op: int) -> list[int]:
 
 
 def _units(
-    trace: Trace, which: list[tuple[int, int]], part: list[int], later: frozenset[int], steps: bool
+    trace: Trace,
+    which: list[tuple[int, int]],
+    part: list[int],
+    later: frozenset[int],
+    late: frozenset[int],
+    steps: bool,
 ) -> dict[Unit, list[int]]:
     """The ops of each unit, in order.
 
@@ -273,6 +280,7 @@ def _units(
     a unit of its own: an op comes a round after what another part of the model has to send it.
 
     later: ops of the base that are units of their own, after their backward.
+    late: ops of its backward that need those of all stages, and are done with the update.
     steps: whether each microbatch has an update of its own.
     """
     units: dict[Unit, list[int]] = {}
@@ -280,12 +288,12 @@ def _units(
     phases, producer = trace.op_columns.phase.tolist(), trace.producer.tolist()
     rounds: dict[int, int] = {}  # of the ops of the update
     for op, (old, k) in enumerate(which):
-        phase = PHASES[phases[op]]
+        phase = "update" if old in late else PHASES[phases[op]]
         if phase == "update" and not steps:
             before = (producer[t] for t in trace.reads(op) if producer[t] in rounds)
             k = rounds[op] = max((rounds[made] + (part[made] != part[op]) for made in before), default=0)
-        follows = bool(delayed) and phase == "backward" and any(producer[t] in delayed for t in trace.reads(op))
-        if old in later or follows:
+        follows = bool(delayed) and any(producer[t] in delayed for t in trace.reads(op))
+        if phase == "backward" and (old in later or follows):
             delayed.add(op)
             phase = "weight"
         units.setdefault((part[op], phase, k), []).append(op)

@@ -281,7 +281,8 @@ class _Check:
         members = groups(trace)
         for op, expr in enumerate(self.origin.ops):
             group = trace.op_columns.group.get(op)
-            readers = members[group] if group and isinstance(expr, Glue) else [op]
+            exchanges = isinstance(expr, Glue) or KINDS[trace.op_columns.kind[op]] == "collective"
+            readers = members[group] if group and exchanges else [op]
             claims = [self.claims[t] for member in readers for t in trace.reads(member)]
             if op in trace.op_columns.ring and len(readers) == 1 and isinstance(expr, Glue):
                 claims = self.of_all_ranks(op, (self.of_tensors[t] for t in trace.reads(op)))
@@ -424,6 +425,8 @@ class _Check:
                 while old >= 0:  # of this version, or of one before it
                     allowed.update(self.settle(Same(old, i)) for i in range(max(leaf.iteration, 0) + 1))
                     old = int(before[old])
+            if KINDS[self.trace.op_columns.kind[producer]] == "collective":  # the sum of what it reads, in its place
+                allowed.update(leaf for r in self.trace.reads(producer) for leaf in leaves(self.claims[r]))
             before_it = leaves(self.claims[int(replaces[t])])
             if before_it and allowed.isdisjoint(before_it):  # an empty slot may be filled with anything
                 name, overwritten = (
@@ -744,6 +747,8 @@ class _Check:
         """
         c, b = self.trace.op_columns, self.base.op_columns
         if (c.kind[op], c.phase[op]) == (b.kind[leaf.id], b.phase[leaf.id]):
+            return True
+        if KINDS[c.kind[op]] == "collective" and c.phase[op] == b.phase[leaf.id] and self.dims.takes_terms(leaf.id):
             return True
         streams = KINDS[c.kind[op]] in STREAMED and KINDS[b.kind[leaf.id]] in STREAMED
         of_product = KINDS[c.kind[op]] == PRODUCT and KINDS[b.kind[leaf.id]] in ELEMENTWISE

@@ -157,10 +157,19 @@ class _Sharding:
             if self.level == 3 and self._copies(op, found):
                 self.copying |= dict.fromkeys(op.writes, op.id)
         found.update(self.copying)
-        for op in self.ops:
-            reads_parts = any(t in found and not self._is_gathered(t, op) for t in op.reads)
-            if _among_replicas(op) or self._updates(op) or (op.id in self.glue and reads_parts):
-                found.update(op.writes)
+        sends = {op.group: op for op in self.ops if op.kind == "send"}
+        arriving = [op for op in self.ops if op.kind == "recv"]  # which may stand before what is sent
+
+        def has_parts(op: Op) -> bool:
+            return any(t in found and not self._is_gathered(t, op) for t in op.reads)
+
+        before = -1
+        while before < len(found):
+            for op in self.ops:
+                if _among_replicas(op) or self._updates(op) or (op.id in self.glue and has_parts(op)):
+                    found.update(op.writes)
+            before = len(found)
+            found.update(t for op in arriving if has_parts(sends[op.group]) for t in op.writes)
         return found
 
     def _is_gathered(self, t: int, op: Op) -> bool:

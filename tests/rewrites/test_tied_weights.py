@@ -1,0 +1,110 @@
+"""A head that is tied to the embedding, on several stages: what each has, what they exchange, and the law."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+
+from sim import simulate
+from sim.layout import lay_out
+from sim.rewrites.ranks import all_ranks
+from sim.rewrites.values import departures
+from sim.trace import Trace
+from tests.rewrites.test_replicas import rebuilt
+from workloads import transformer, with_stack
+
+H, WORDS = 32, 128
+SIZE = H * WORDS
+GPT2 = {"model_type": "gpt2", "n_layer": 4, "n_embd": H, "n_head": 4, "n_positions": 64, "vocab_size": WORDS}
+
+
+@cache
+def step(precision: str = "mixed_bf16", optimizer: str = "adamw_fused", **options: str) -> Trace:
+    return transformer(GPT2, batch=8, sequence=16, precision=precision, optimizer=optimizer, **options)
+
+
+def state(trace: Trace) -> list[int]:
+    """Bytes of the tied weight, its master and its states on each stage."""
+    held = [0] * trace.devices
+    for t in trace.tensors:
+        readers = trace.readers(t.id)
+        if trace.producer[t.id] < 0 and t.name.startswith("wte.") and not t.name.endswith(".step") and readers:
+            held[trace.ops[readers[0]].device] += t.bytes
+    return held
+
+
+def what(trace: Trace, base: Trace) -> set[str]:
+    return {each.what for each in departures(trace, base)}
+
+
+@pytest.mark.parametrize("precision", ["mixed_bf16", "amp_bf16", "megatron_bf16"])
+@pytest.mark.parametrize(
+    ("layout", "stages"),
+    [
+        ({"pp": 2}, (1, 1)),
+        ({"pp": 4, "micro_batches": 4}, (1, 0, 0, 1)),
+        ({"pp": 2, "micro_batches": 4, "schedule": "interleaved"}, (1, 1)),
+        ({"pp": 2, "micro_batches": 4, "schedule": "zb_v"}, (1, 0)),
+    ],
+    ids=str,
+)
+def test_the_first_and_the_last_stage_have_the_weight_and_its_states(
+    precision: str, layout: dict, stages: tuple[int, ...]
+) -> None:
+    """16 bytes per parameter but for the gradient; in a V one stage has embedding and head."""
+    trace, _ = lay_out(step(precision), "a100_80_sxm", layout)
+    each = {"mixed_bf16": 14, "amp_bf16": 12, "megatron_bf16": 14}[precision] * SIZE
+    assert state(trace) == [each * number for number in stages]
+    assert not [op.name for op in trace.ops if op.kind == "send" and "wte" in op.name]
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_two_sum_their_gradients_once_in_place(dp: int) -> None:
+    """An all-reduce of two sends as many bytes as the gradient has; the peak of neither holds a term of the other."""
+    trace, platform = lay_out(step(), "a100_80_sxm", {"pp": 2, "dp": dp, "micro_batches": 4 // dp})
+    members = [op for op in trace.ops if op.kind == "collective" and op.ring is None]
+    assert [(op.device, op.bytes, len(op.reads), op.phase) for op in members] == [
+        (0, 2 * SIZE, 1, "backward"),
+        (1, 2 * SIZE, 1, "backward"),
+    ]
+    assert len({op.group for op in members}) == 1
+    assert all(trace.tensors[op.writes[0]].replaces == op.reads[0] for op in members)
+    rings = [op for op in trace.ops if op.ring is not None and "wte.weight" in op.name]
+    assert sorted(op.device for op in rings) == ([0, 1] if dp > 1 else [])
+    assert simulate(trace, platform).log.end
+
+
+LAYOUTS = [
+    {"pp": 2},
+    {"pp": 4, "dp": 2, "micro_batches": 2, "zero": 1},
+    {"pp": 2, "dp": 2, "micro_batches": 2, "zero": 2},
+    {"pp": 2, "dp": 2, "micro_batches": 2, "zero": 3, "schedule": "zb_h1"},
+    {"pp": 2, "tp": 2, "micro_batches": 2, "gradient_buffer": True},
+    {"pp": 2, "dp": 2, "micro_batches": 2, "bucket": "1 KiB"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("options", "stack"),
+    [
+        ({"precision": "megatron_bf16"}, "fused"),
+        ({"precision": "amp_bf16", "optimizer": "adamw_foreach"}, "compiled"),
+        ({"optimizer": "adamw_loop"}, "eager"),
+        ({"frozen": "wte,wpe"}, "eager"),
+    ],
+    ids=str,
+)
+def test_each_stage_updates_its_own_copy_to_the_same(layout: dict, options: dict, stack: str) -> None:
+    base = step(**options)
+    trace, platform = lay_out(base, "a100_80_sxm", layout, kernels=partial(with_stack, stack=stack))
+    assert what(trace, base) <= {"repeated"}
+    assert what(all_ranks(trace), base) <= {"repeated"}
+    assert simulate(trace, platform).log.end
+
+
+def test_a_stage_that_takes_its_own_term_for_the_sum_is_wrong() -> None:
+    trace, _ = lay_out(step(), "a100_80_sxm", {"pp": 2, "micro_batches": 2})
+    alone = {op: name for op, name in trace.op_columns.group.items() if not name.endswith("all_reduce")}
+    assert what(rebuilt(trace, group=alone), step()) == {"wrong", "repeated"}
