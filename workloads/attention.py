@@ -60,6 +60,7 @@ class Core:
     cache: in inference, of the tokens before these.
     causal: whether a token attends to itself and those before it alone.
     window: and of those to the last so many, 0 for all.
+    by_head: whether queries lie by head, (batch, heads, tokens, head), since parts of heads have been joined.
     """
 
     implementation: str
@@ -74,6 +75,7 @@ class Core:
     cache: Cache | None = None
     causal: bool = False
     window: int = 0
+    by_head: bool = False
 
     @property
     def query_shape(self) -> tuple[int, ...]:
@@ -89,11 +91,15 @@ class Core:
 def attention_core(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value) -> Value:
     """The result of attention over the projected (and rotated) q, k and v: (batch, sequence, heads * head)."""
     q, k, v = q.viewed(*core.query_shape), k.viewed(*core.key_shape), v.viewed(*core.key_shape)
+    projected = k, v
     q, k, v = (tape.to_compute(x, f"{name}.{part}.cast") for x, part in ((q, "q"), (k, "k"), (v, "v")))
     if core.cache is not None:
         return _cached(tape, f"{name}.core", core, core.cache, q, k, v)
     if core.implementation == "eager":
-        return _composed(tape, f"{name}.core", core, q, k, v, math=False)
+        # one head of one sample is a view for all heads of queries, unless it is cast, which then writes them all
+        one = core.kv_heads == core.batch == 1
+        views = tuple(one and x is old for x, old in zip((k, v), projected, strict=True))
+        return _composed(tape, f"{name}.core", core, q, k, v, math=False, views=views)
     if q.dtype != "fp32":
         return _fused(tape, f"{name}.core", core, q, k, v, kernel="flash")
     if core.implementation == "flash":
@@ -140,7 +146,10 @@ def _fused(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, k
         return gradients
 
     tape.record([q, k, v], [out], rule)
-    return out.viewed(core.batch, core.sequence, core.heads * core.head)
+    merged = core.batch, core.sequence, core.heads * core.head
+    if core.by_head and kernel == "flash":  # whose result lies as the queries do
+        return copy(tape, f"{name}.merge", out, *merged, backward=False)
+    return out.viewed(*merged)
 
 
 def _cached(tape: Tape, name: str, core: Core, cache: Cache, q: Value, k: Value, v: Value) -> Value:
@@ -161,16 +170,30 @@ def _cached(tape: Tape, name: str, core: Core, cache: Cache, q: Value, k: Value,
     return out.viewed(core.batch, core.sequence, core.heads * core.head)
 
 
-def _composed(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Value, *, math: bool) -> Value:
+def _composed(
+    tape: Tape,
+    name: str,
+    core: Core,
+    q: Value,
+    k: Value,
+    v: Value,
+    *,
+    math: bool,
+    views: tuple[bool, ...] = (False, False),
+) -> Value:
     """Attention composed of single kernels.
 
+    views: whether keys, and values, that several heads share are repeated by a view of them.
     math: as in sdpa's math form: scale queries and keys instead of scores, and mask in place.
     """
     batch, heads, sequence, head = core.query_shape
     several = batch > 1  # a batched product needs (batch * heads, …) contiguous: for one sample a view suffices
     shared = core.kv_heads != heads
     if shared:
-        k, v = (_repeat(tape, f"{name}.{part}.repeat", core, x) for x, part in ((k, "k"), (v, "v")))
+        k, v = (
+            _repeat(tape, f"{name}.{part}.repeat", core, x, as_view)
+            for x, part, as_view in zip((k, v), "kv", views, strict=True)
+        )
     if math:
         q, k = scale(tape, f"{name}.q.scale", q), scale(tape, f"{name}.k.scale", k)
     q = copy(tape, f"{name}.q.copy", q, *core.query_shape, forward=several)
@@ -201,10 +224,12 @@ def _masked(tape: Tape, name: str, scores: Value, mask: Value) -> Value:
     return out
 
 
-def _repeat(tape: Tape, name: str, core: Core, x: Value) -> Value:
+def _repeat(tape: Tape, name: str, core: Core, x: Value, as_view: bool) -> Value:
     """Keys or values repeated for each query head; backward sums over the heads of a group."""
-    out = tape.result(f"{name}.out", core.query_shape, x.dtype)
-    elementwise(tape, name, "copy", [x], out)
+    if as_view:
+        out = tape.slice_of(x, f"{name}.out", *core.query_shape)
+    else:
+        out = elementwise(tape, name, "copy", [x], tape.result(f"{name}.out", core.query_shape, x.dtype))
 
     def rule(g: Value) -> Gradients:
         gradient = tape.gradient(x)

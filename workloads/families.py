@@ -31,6 +31,7 @@ class Family:
     up, down: names of the linear layers of an MLP without a gate.
     norms_last: whether the weights of a layer's norms follow those of its linear layers.
     result_first: whether the sum after attention is result + residual and not residual + result.
+    joins_heads: whether rotated parts of heads, that lie (batch, heads, tokens, part), are joined to the others.
     """
 
     norm: str
@@ -54,6 +55,7 @@ class Family:
     down: str = "proj"
     norms_last: bool = False
     result_first: bool = False
+    joins_heads: bool = False
 
 
 _GPT2 = Family(
@@ -92,7 +94,7 @@ FAMILIES: Mapping[str, Family] = {
     "bert": replace(_GPT2, joint=False, activation="gelu", causal=False),
     "llama": _LLAMA,
     "mixtral": _LLAMA,
-    "nemotron": replace(_LLAMA, norm=LAYER_NORM_1P, gated=False, rotary=0.5, activation="relu2"),
+    "nemotron": replace(_LLAMA, norm=LAYER_NORM_1P, gated=False, rotary=0.5, activation="relu2", joins_heads=True),
     "megatron": replace(_GPT2, activation="gelu", grouped=True, result_first=False),
     "gpt": replace(_GPT2, joint=False, activation="gelu", result_first=False),  # PaddleNLP's
 }

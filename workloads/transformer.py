@@ -225,6 +225,7 @@ def _build(
             mask=None,
             causal=c.of_family.causal,
             window=c.window,
+            by_head=c.of_family.joins_heads,
         )
         load = routing(c, samples * sequence, seed=route[0] + i, skew=route[1]) if c.experts else {}
         loads.append(load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -160,6 +161,37 @@ def test_nemotron_saves_what_the_library_saves(variant, precision):
     assert saved[0] - saved[1] == (0 if precision == "fp32" else norms * rows * 2 * 2)
     peaks = [home_peak(simulate(trace, machine()).log) for trace in (native, built)]
     assert peaks[0] == pytest.approx(peaks[1], rel=2e-3)
+
+
+ONE_HEAD = {"num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "attention", "precision", "batch"),
+    [
+        (NEMOTRON, "sdpa", "amp_bf16", 2),
+        ({**NEMOTRON, "partial_rotary_factor": 1.0}, "sdpa", "bf16", 2),
+        ({**LLAMA, **ONE_HEAD}, "eager", "amp_bf16", 1),
+        ({**NEMOTRON, **ONE_HEAD}, "eager", "fp32", 1),
+        pytest.param({**LLAMA, **ONE_HEAD}, "eager", "bf16", 2, marks=pytest.mark.slow),
+        pytest.param({**LLAMA, **ONE_HEAD}, "sdpa", "fp32", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_results_of_attention_and_shared_keys_are_copied_where_the_library_copies_them(
+    config, attention, precision, batch
+):
+    """Joined heads lie by head, and so does flash attention's result; one head of one sample is a view for all."""
+    from sim.trace.phases import saved_tensors
+    from workloads.hugging_face import hugging_face
+
+    axes = {"batch": batch, "sequence": 24, "precision": precision, "attention": attention}
+    native, built = transformer(config, **axes), hugging_face(config, "model", "model", **axes)
+    wide = {t.bytes for t in native.tensors if t.name == "embed.out"}
+    counted = [
+        Counter(size for t in saved_tensors(trace).tolist() if (size := trace.tensors[t].bytes) * 8 >= min(wide))
+        for trace in (native, built)
+    ]
+    assert counted[0] == counted[1]
 
 
 @pytest.mark.parametrize("name", ["gelu_fast", "quick_gelu", "gelu_10"])
