@@ -64,9 +64,9 @@ WHAT = {
 
 REASONS = {
     "tune": (
-        "Attention kernel and first optimizer are not stated. Its code compiles each layer alone, and the loss: "
-        "here the loss is one kernel where it is in chunks, and eager where it is PyTorch's (tune-03). The "
-        "package of 8-bit AdamW is not named (tune-08)."
+        "Attention kernel and first optimizer are not stated; its code copies keys and values for each query head. It "
+        "compiles each layer alone, and the loss: here the loss is one kernel where it is in chunks, and eager where "
+        "it is PyTorch's (tune-03). The package of 8-bit AdamW is not named (tune-08)."
     ),
     "hf": (
         "Adafactor is priced as PyTorch's, of 18 kernels a matrix and 9 a vector; theirs has 24 and 16 and reads "

@@ -3,7 +3,10 @@
 `eager` composes it of single kernels, whose names contain `.attn.core.`. `sdpa` selects the kernel that PyTorch's
 scaled_dot_product_attention selects on CUDA: flash attention in 16 bits, memory-efficient attention in fp32, and the
 composed "math" form in fp32 where several query heads share a key head (grouped-query attention), which the
-memory-efficient kernel does not support. `flash` requires flash attention.
+memory-efficient kernel does not support. `flash` requires flash attention. `flash_repeat` copies keys and values for
+each query head that shares them before that kernel, which then saves the copies: `repeat_kv` of torchtitan
+(torchtitan/models/llama/model.py, 2024) and of the Transformers library, and torchtune's `MultiHeadAttention`; the
+kernel itself needs none.
 
 Fused kernels save queries, keys, values, their result and one fp32 number per query (the logarithm of the sum of
 exponentials), and replay dropout from the random state. The fp32 accumulators that the flash backward kernel allocates
@@ -34,6 +37,10 @@ from workloads.primitives import (
 from workloads.sizes import named
 from workloads.tape import Tape, Value
 
+REPEATING = "flash_repeat"
+FLASH = ("flash", REPEATING)
+"""The implementations that require flash attention."""
+
 
 @dataclass(frozen=True)
 class Cache:
@@ -49,7 +56,7 @@ class Cache:
 class Core:
     """The shape of an attention core and how it is computed.
 
-    implementation: eager, sdpa or flash.
+    implementation: eager, sdpa, flash or flash_repeat.
     batch: samples.
     sequence: tokens per sample.
     heads, kv_heads: heads of queries, and of keys and values.
@@ -101,9 +108,13 @@ def attention_core(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Val
         views = tuple(one and x is old for x, old in zip((k, v), projected, strict=True))
         return _composed(tape, f"{name}.core", core, q, k, v, math=False, views=views)
     if q.dtype != "fp32":
+        if core.implementation == REPEATING and core.kv_heads != core.heads:
+            k, v = (_repeat(tape, f"{name}.core.{part}.repeat", core, x) for x, part in ((k, "k"), (v, "v")))
         return _fused(tape, f"{name}.core", core, q, k, v, kernel="flash")
-    if core.implementation == "flash":
-        raise WorkloadError("attention 'flash' computes in 16 bits: choose another precision, or attention 'sdpa'")
+    if core.implementation in FLASH:
+        raise WorkloadError(
+            f"attention {core.implementation!r} computes in 16 bits: choose another precision, or attention 'sdpa'"
+        )
     if core.kv_heads != core.heads:
         return _composed(tape, f"{name}.core", core, q, k, v, math=True)
     return _fused(tape, f"{name}.core", core, q, k, v, kernel="efficient")

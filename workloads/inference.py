@@ -22,7 +22,7 @@ from sim.errors import WorkloadError
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from workloads.adapters import Tuning
-from workloads.attention import Cache, Core
+from workloads.attention import REPEATING, Cache, Core
 from workloads.experts import routing
 from workloads.families import Config
 from workloads.layers import Model
@@ -53,6 +53,10 @@ def inference(
         raise WorkloadError(f"generate: {c.name!r} is an encoder, which generates no tokens")
     if attention == "eager":
         raise WorkloadError("attention 'eager': with generate attention is one kernel: 'sdpa', or 'flash' in 16 bits")
+    if attention == REPEATING:
+        raise WorkloadError(
+            f"attention {attention!r}: with generate the kernel reads the cache as it is; nearest: 'flash'"
+        )
     if attention == "flash" and precision.compute == "fp32":
         raise WorkloadError("attention 'flash' computes in 16 bits: choose another precision, or attention 'sdpa'")
     longest = prompt + generate - 1

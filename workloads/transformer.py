@@ -13,7 +13,7 @@ from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.tensor import TOKENS
 from workloads.adapters import FROZEN_DTYPES, Tuning, tuning_of
-from workloads.attention import Core
+from workloads.attention import FLASH, Core
 from workloads.backward import backward
 from workloads.experts import routing
 from workloads.families import Config
@@ -29,7 +29,7 @@ from workloads.sizes import at_sizes, named
 from workloads.stacks import STACKS, as_workload
 from workloads.tape import Tape, Value
 
-ATTENTIONS = ("eager", "sdpa", "flash")
+ATTENTIONS = ("eager", "sdpa", *FLASH)
 CHOICES: Mapping[str, Collection[str]] = {
     "precision": PRECISIONS,
     "attention": ATTENTIONS,
@@ -78,7 +78,7 @@ def transformer(
         megatron_bf16 (as mixed_bf16, but the gradients of weights are kept in fp32), mixed_fp8, megatron_fp8 (as
         those in bf16, but linear layers multiply in FP8, see `workloads.eight_bits`); with `generate` fp8 and int8
         (weights of linear layers in 8 bits, which multiply quantised inputs), too.
-    attention: eager, sdpa or flash, see `workloads.attention`.
+    attention: eager, sdpa, flash or flash_repeat, see `workloads.attention`.
     dropout: replaces all probabilities of the config.
     optimizer: one of `workloads.optimizers.OPTIMIZERS`.
     loss: torch, fused, vocab_parallel or chunked, see `workloads.losses`.
@@ -118,7 +118,7 @@ def transformer(
         raise WorkloadError(f"micro_batches: {micro_batches} does not divide batch {batch}")
     if c.learned and sequence > c.positions:
         raise WorkloadError(f"sequence: {sequence} is longer than the {c.positions} positions of {c.name!r}")
-    if c.window and sequence > c.window and (attention != "flash" or generate is not None):
+    if c.window and sequence > c.window and (attention not in FLASH or generate is not None):
         raise NotBuiltIn(
             f"sequence: {sequence} is longer than the sliding window of {c.window} tokens of {c.name!r}, which is "
             f"modelled in training with attention 'flash'; up to {c.window} it makes no difference"

@@ -97,6 +97,14 @@ def test_any_transformer_in_any_layout_computes_the_same(
     assert {each.what for each in departures(all_ranks(trace), base)} <= {"repeated"}
 
 
+@pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2, "ring_attention": True}], ids=str)
+def test_repeated_keys_and_values_are_divided_by_heads_and_by_tokens(layout: dict) -> None:
+    config = {**FAMILIES["llama"], "model_type": "llama"}
+    base = transformer(config, batch=2, sequence=16, precision="mixed_bf16", attention="flash_repeat")
+    assert any(op.name.endswith(".k.repeat") for op in base.ops)
+    assert not departures(lay_out(base, "a100_80_sxm", layout)[0], base)
+
+
 def test_a_product_of_two_parts_of_one_tensor_is_divided_by_heads() -> None:
     base = transformer(GPT, batch=1, sequence=16, precision="mixed_bf16", attention="eager")
     trace = divide_layers(base, 2)

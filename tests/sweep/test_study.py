@@ -192,7 +192,7 @@ MESSAGES = [
     "sequence: value []: expected at least one entry",
     "precision: value 'fp23': expected one of fp32, tf32, bf16, fp16, amp_bf16, amp_fp16, mixed_bf16, mixed_fp16, "
     "megatron_bf16, mixed_fp8, megatron_fp8, fp8, int8 (did you mean 'fp32'?)",
-    "attention: value 'flsh': expected one of eager, sdpa, flash (did you mean 'flash'?)",
+    "attention: value 'flsh': expected one of eager, sdpa, flash, flash_repeat (did you mean 'flash'?)",
     "profile[0]: value 'mt3000_survy': expected a hardware profile: no hardware profile is called 'mt3000_survy' "
     "(did you mean 'mt3000_survey'?)",
     "policy[0]: value 'keep_al': no policy is called 'keep_al' (did you mean 'keep_all'?)",

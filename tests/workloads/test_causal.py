@@ -188,3 +188,49 @@ def test_recorded_calls_say_it_where_pytorchs_schema_has_it():
         assert is_causal(name, [0, 0, 0, 0.0, value]) is yes
     assert not is_causal("aten::_scaled_dot_product_attention_math", [0, 0, 0, 0, 0, True])
     assert executed_of(name, [(1, 1, 256, 8)] * 3, 4 * 256**2 * 8, True) == 4 * 256 * 384 // 2 * 8
+
+
+def test_repeated_keys_and_values_are_saved_as_pytorch_saves_them():
+    """Where keys and values are expanded before the kernel, as torchtune and torchtitan do, it saves the copies."""
+    torch = pytest.importorskip("torch")
+    batch, heads, shared, sequence, head = 2, 4, 2, 128, 16
+    saved = {}
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    q, k, v = (
+        torch.randn(batch, n, sequence, head, dtype=torch.bfloat16, requires_grad=True) for n in (heads, shared, shared)
+    )
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        k, v = (x.unsqueeze(2).expand(-1, -1, heads // shared, -1, -1).flatten(1, 2) for x in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert out.grad_fn is not None
+
+    trace = transformer(LLAMA, batch=batch, sequence=sequence, precision="bf16", attention="flash_repeat")
+    forward, backward = cores(batch=batch, sequence=sequence, attention="flash_repeat")
+    sizes = trace.tensor_columns.bytes
+    both = [*forward.reads, *(t for t in forward.writes if t in backward.reads)]
+    assert sum(int(sizes[t]) for t in both) == sum(saved.values()) + 24  # PyTorch keeps the seed and its offset on CUDA
+    assert [op.flops for op in cores(attention="flash_repeat")] == [op.flops for op in cores()]
+
+
+@pytest.mark.parametrize(
+    ("config", "options"), [({**LLAMA, "num_key_value_heads": 4}, {}), (BERT, {})], ids=["llama", "bert"]
+)
+def test_with_as_many_heads_of_keys_nothing_is_repeated(config, options):
+    flash, repeat = (
+        transformer(config, batch=2, sequence=128, precision="bf16", attention=name, **options)
+        for name in ("flash", "flash_repeat")
+    )
+    assert [op.name for op in flash.ops] == [op.name for op in repeat.ops]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"precision": "fp32"}, "computes in 16 bits"), ({"precision": "bf16", "generate": 2}, "nearest: 'flash'")],
+)
+def test_repeating_is_refused_where_no_flash_attention_trains(options, message):
+    with pytest.raises(WorkloadError, match=message):
+        transformer(LLAMA, batch=1, sequence=16, attention="flash_repeat", **options)
