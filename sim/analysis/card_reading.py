@@ -3,8 +3,10 @@
 Beside them lie the context of the device, the workspaces of cuBLAS, one per thread that computes products, and the
 buffers of NCCL. A communicator of p ranks has, per channel, a ring with one neighbour to receive from and one to send
 to, and a tree, which inside a node is a chain, with min(2, p - 1) neighbours, each to receive from and to send to; what
-stages send goes over connections of its own. The bytes are in `card_reading.toml`, each with its source. What an older
-PyTorch holds for collectives that the CPU does not know to have ended counts, too (`sim.analysis.recorded_streams`).
+stages send goes over connections of its own. On Ascend each communicator has one pair of buffers, of collectives or of
+two stages, and a card holds memory before any process does. The bytes are in `card_reading.toml`, each with its source.
+What an older PyTorch, or PaddlePaddle, holds for collectives that the CPU does not know to have ended counts, too
+(`sim.analysis.recorded_streams`).
 
 Left out: blocks that the allocator loses to fragmentation where a profile has another one than `caching`,
 communicators that no op of the trace uses (of barriers and norms of all gradients), NVLink SHARP, plans of cuDNN, and
@@ -70,7 +72,8 @@ def card_reading(
     card = _cards().get(log.platform.name.partition(" ")[0])
     if card is None:
         return ()
-    context = parse_bytes(_figures()["context" if lazy_kernels else "context_of_all_kernels"]["bytes"])
+    of_cuda = _figures()["context" if lazy_kernels else "context_of_all_kernels"]
+    context = parse_bytes(card.get("context", of_cuda["bytes"]))
     found = []
     for device in range(log.trace.devices):
         recorded = recorded_in_paddle(log, device) if paddle else recorded_exchanges(log, device, pytorch)
@@ -97,7 +100,7 @@ def _of_device(log: EventLog, device: int, card: Mapping[str, Any], context: int
     ranks, neighbours = list(_communicators(log, device)), _neighbours(log, device)
     buffers: int | None = 0
     if ranks or any(neighbours):
-        buffers = _buffers(ranks, neighbours, card["channels"]) if "channels" in card else None
+        buffers = _buffers(ranks, neighbours, card)
     return CardReading(
         device=device,
         tensors=_of_tensors(log, device, recorded),
@@ -140,9 +143,13 @@ def _neighbours(log: EventLog, device: int) -> tuple[int, int]:
     return sum(to == device for _, to in pairs), sum(by == device for by, _ in pairs)
 
 
-def _buffers(ranks: list[int], neighbours: tuple[int, int], channels: int) -> int:
-    """Bytes of communicators of so many ranks each, and of the sends and receives of stages."""
-    receive, send = (parse_bytes(_figures()["connection"][key]) for key in ("receive", "send"))
-    collective = sum(channels * (1 + min(2, count - 1)) for count in ranks) * (receive + send)
+def _buffers(ranks: list[int], neighbours: tuple[int, int], card: Mapping[str, Any]) -> int | None:
+    """Bytes of communicators of so many ranks each, and of the sends and receives of stages; None if nobody knows."""
     sources, targets = neighbours
+    if "communicator" in card:
+        return (len(ranks) + max(sources, targets)) * parse_bytes(card["communicator"])
+    if "channels" not in card:
+        return None
+    receive, send = (parse_bytes(_figures()["connection"][key]) for key in ("receive", "send"))
+    collective = sum(card["channels"] * (1 + min(2, count - 1)) for count in ranks) * (receive + send)
     return collective + int(_figures()["peers"]["channels"]) * (sources * receive + targets * send)

@@ -68,7 +68,16 @@ def test_stages_receive_from_and_send_to_their_neighbours():
 
 
 def test_where_nobody_says_how_large_it_is_there_is_none():
-    assert card_reading(simulate(transformer(SMALL, batch=1, sequence=16), load_profile("ascend_910b")).log) == ()
+    assert card_reading(simulate(transformer(SMALL, batch=1, sequence=16), load_profile("cambricon_mlu370")).log) == ()
+
+
+def test_a_communicator_of_ascend_has_a_pair_of_buffers_and_its_card_is_never_empty():
+    trace = transformer(SMALL, batch=8, sequence=16, precision="mixed_bf16", attention="eager")
+    machine = load_profile("ascend_910b", overrides={"devices": "8", **CACHING})
+    for layout, communicators in (({"dp": 4, "tp": 2}, 2), ({"pp": 2, "micro_batches": 4}, 1)):
+        found = card_reading(simulate(*lay_out(trace, machine, layout)).log)[0]
+        assert (found.communicators, found.context) == (communicators * 400 * MIB, 3382 * MIB)
+        assert found.bytes == found.tensors + found.context + found.communicators
 
 
 def test_channels_that_no_log_names_are_not_guessed():
