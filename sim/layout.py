@@ -25,6 +25,7 @@ from sim.hardware.nodes import placed
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.rewrites.batching import batch_ops, batched, own_ops
+from sim.rewrites.bucket_copies import bucket_copies
 from sim.rewrites.chunks import CHUNKED, Chunks, as_base, cut, joined
 from sim.rewrites.dimensions import TENSOR, column_axis, dimensions, is_divided, own_tokens, token_axis
 from sim.rewrites.expert_parallel import experts_apart
@@ -90,7 +91,8 @@ class Layout:
     prefetch: at level 3, how many layers, or modules, ahead weights are gathered; 0: a layer waits for its own.
     bucket: gradients are summed over replicas in buckets of so many bytes ("25 MiB"), in the order in which backward
         produces them: a bucket closes with the gradient that reaches them. `ddp`: as PyTorch's DDP does by default,
-        1 MiB the first, 25 MiB the others. 0: one per layer.
+        1 MiB the first, 25 MiB the others, which gradients are copied into and back out of
+        (`sim.rewrites.bucket_copies`). 0: one per layer.
     pp: stages of the pipeline.
     schedule: one of `sim.rewrites.schedules.SCHEDULES`.
     micro_batches: into how many parts the samples of a replica are divided, each of which goes through the pipeline by
@@ -430,6 +432,7 @@ def _laid_out(
     gathers = layout.prefetch, layout.reshard_to or 1, layout.gathered
     sharded = shard(divided, layout.dp, layout.zero, layout.reshard, *gathers)
     sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
+    sharded = bucket_copies(sharded) if layout.bucket == DDP and layout.barrier else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)
     sharded = sharded if chunks is None else cut(sharded, chunks)
     sharded = _named(sharded, asked)

@@ -147,9 +147,10 @@ def _buffers(ranks: list[int], neighbours: tuple[int, int], card: Mapping[str, A
     """Bytes of communicators of so many ranks each, and of the sends and receives of stages; None if nobody knows."""
     sources, targets = neighbours
     if "communicator" in card:
-        return (len(ranks) + max(sources, targets)) * parse_bytes(card["communicator"])
+        each = parse_bytes(card["communicator"])
+        return (len(ranks) + max(sources, targets)) * each
     if "channels" not in card:
         return None
     receive, send = (parse_bytes(_figures()["connection"][key]) for key in ("receive", "send"))
-    collective = sum(card["channels"] * (1 + min(2, count - 1)) for count in ranks) * (receive + send)
+    collective = sum(int(card["channels"]) * (1 + min(2, count - 1)) for count in ranks) * (receive + send)
     return collective + int(_figures()["peers"]["channels"]) * (sources * receive + targets * send)

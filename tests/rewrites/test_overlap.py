@@ -60,6 +60,29 @@ def collectives(trace: Trace) -> list[list[str]]:
     return [[trace.tensors[t].name.removesuffix(".mb0") for t in op.reads] for op in rings]
 
 
+@pytest.mark.parametrize("more", [{}, {"micro_batches": 2}], ids=str)
+def test_ddp_copies_each_gradient_into_its_bucket_and_back_after_backward(more: dict) -> None:
+    """As many bytes more from the start on as the weights have; the same bytes are summed in as many buckets."""
+    whole, split = (lay_out(step(), "a100_80_sxm", {"dp": 2, "bucket": b, **more})[0] for b in ("ddp", "1 MiB"))
+    weights = sum(t.bytes for t in split.tensors if t.role == "weight" and split.producer[t.id] < 0)
+    buckets = [t for t in whole.tensors if t.name.endswith(".bucket")]
+    assert {whole.producer[t.id] for t in buckets} == {-1}
+    assert sum(t.bytes for t in buckets) == weights
+    machine = line(1, 2)
+    (time, held), (before, less) = peaks(whole, machine), peaks(split, machine)
+    assert [a - b for a, b in zip(held, less, strict=True)] == [weights]
+    assert time > before
+    names = [op.name for op in whole.ops]
+    into, back = (
+        [i for i, name in enumerate(names) if name.endswith(end)] for end in (".bucket.copy", ".reduced.copy")
+    )
+    assert len(into) == len(back) == len(buckets)
+    last = max(i for i, op in enumerate(whole.ops) if op.kind == "collective")
+    assert max(into) < last < min(back)
+    summed = ([op.bytes for op in t.ops if op.kind == "collective"] for t in (whole, split))
+    assert len({sum(each) for each in summed}) == 1
+
+
 def test_gradients_fill_the_buckets_of_ddp() -> None:
     """0.5, 0.7, 10, 20 and 4 MiB in the order in which they are ready."""
     sizes = [MIB // 2, 7 * MIB // 10, 10 * MIB, 20 * MIB, 4 * MIB]
