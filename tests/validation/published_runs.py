@@ -8,10 +8,10 @@ card of that kind), `network` (bytes/s per device between nodes, where the sourc
 FlashAttention, see `FLASH`), `fuses` (what alone a stack fuses: see `FUSED`), `context` (bytes that the reading
 includes beside those of tensors), `dispatch` (who launches: a CPU under the stack by default, else "graphs"),
 `bitsandbytes` (a version before 0.43.2, whose products with 4-bit weights hold their inputs until backward: pull
-request 1270), `last_stage` (the device that was read; else the fullest), `pytorch` (the version in the source's
-container, where it is known), `paddle` (PaddlePaddle ran), `lazy_kernels` (false where the source prints a CUDA before
-12.2 and nothing turns that on), `memory_only` (its time is not that of training). `missing`: why nothing is, where
-nothing is.
+request 1270), `joint_adapters` (LitGPT's projection of queries, keys and values: see there), `last_stage` (the device
+that was read; else the fullest), `pytorch` (the version in the source's container, where it is known), `paddle`
+(PaddlePaddle ran), `lazy_kernels` (false where the source prints a CUDA before 12.2 and nothing turns that on),
+`memory_only` (its time is not that of training). `missing`: why nothing is, where nothing is.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ LAYOUT = (
 )
 READING = ("context", "last_stage", "memory_only", "pytorch", "paddle", "lazy_kernels")
 MACHINE = ("dispatch", "profile", "card", "network", "flash")
-RUN = (*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses", "bitsandbytes")
+RUN = (
+    *(*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses"),
+    *("bitsandbytes", "joint_adapters"),
+)
 FLASH = {
     1: {
         "a100_80_sxm": {"engines.gpu.efficiency.attention": "0.325"},
@@ -178,6 +181,7 @@ def _run(setup: Mapping[str, Any], micro_batches: int, reading: str) -> tuple[in
         axes["micro_batches"] = micro_batches
     trace = cnn(setup["cnn"], samples, **axes) if "cnn" in setup else transformer(setup["model"], batch=samples, **axes)
     trace = holding_inputs(trace) if "bitsandbytes" in setup else trace
+    trace = joint_adapters(trace) if "joint_adapters" in setup else trace
     overrides = {**(CACHING if reading else {}), "dispatch": setup.get("dispatch", "cpu")}
     overrides |= CARDS[setup["card"]] if "card" in setup else {}
     overrides |= FLASH[setup["flash"]].get(setup["profile"], {}) if "flash" in setup else {}
@@ -225,6 +229,33 @@ def holding_inputs(trace: Trace) -> Trace:
         if f"{op.name}.dequantise" in ops and op.name.endswith(".bwd"):
             held = [t for t in ops[op.name.removesuffix(".bwd")].reads[:1] if t not in op.reads]
         new.op(op, reads=[ids[t] for t in (*op.reads, *held)], writes=[ids[t] for t in op.writes])
+    carry = [(ids[old], ids[fresh]) for old, fresh in trace.carry]
+    return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
+
+
+def joint_adapters(trace: Trace) -> Trace:
+    """The trace with adapters of queries and values as LitGPT's `MergedLinear` has them (lit_gpt/lora.py, 2023-10).
+
+    One product makes queries, keys and values, which attention then holds as a whole, since its values are a view of
+    it; both adapters have one dropout; and their results are padded with zeros for the keys by `index_copy`, whose
+    backward holds them.
+    """
+    new, names = Rewriter(trace, {}), {t.name: t.id for t in trace.tensors}
+    shared, kept = dict[int, int](), dict[str, list[int]]()
+    for layer in range(int(trace.meta["layers"])):
+        part = f"h{layer}.attn"
+        for end in ("out", "mask"):
+            shared[names[f"{part}.v.lora_dropout.{end}"]] = names[f"{part}.q.lora_dropout.{end}"]
+        kept[f"{part}.core.bwd"] = [names[f"{part}.q.lora.add.out"], names[f"{part}.k.out"]]
+        for each in "qv":
+            kept[f"{part}.{each}.lora.scale.bwd"] = [names[f"{part}.{each}.lora_B.out"]]
+    ids = new.all_tensors(without=shared)
+    for theirs, ours in shared.items():
+        ids[theirs] = ids[ours]
+    for op in trace.ops:
+        if not op.name.endswith(".v.lora_dropout"):
+            reads = [ids[t] for t in (*op.reads, *kept.get(op.name, ()))]
+            new.op(op, reads=reads, writes=[ids[t] for t in op.writes])
     carry = [(ids[old], ids[fresh]) for old, fresh in trace.carry]
     return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sim.hardware.profile import load_profile
-from tests.validation.published_runs import CARDS, FLASH, FUSED, fusing_only, rows
+from tests.validation.published_runs import CARDS, FLASH, FUSED, fusing_only, joint_adapters, rows
 from workloads import transformer, with_stack
 
 LLAMA = {
@@ -56,3 +56,43 @@ def test_norms_alone_are_fused():
     assert left.items() <= others(eager).items()
     products = [[op.name for op in trace.ops if op.kind == "matmul"] for trace in (eager, norms)]
     assert products[0] == products[1]
+
+
+def test_litgpts_joint_projection_holds_what_pytorch_saves_for_it():
+    """The same code in PyTorch: a dropout and its mask, the padded results, q, k, the joint product (v), the result."""
+    torch = pytest.importorskip("torch")
+    tokens, hidden, heads = 64, 128, 2
+    saved = {}
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    f, like = torch.nn.functional, {"dtype": torch.bfloat16}
+    x = torch.randn(1, tokens, hidden, **like, requires_grad=True)
+    frozen, a, b = torch.randn(3 * hidden, hidden, **like), torch.randn(16, hidden, **like), torch.randn(256, 8, **like)
+    places = torch.cat((torch.arange(hidden), torch.arange(2 * hidden, 3 * hidden)))
+    a, b = a.requires_grad_(), b.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        low = f.linear(f.dropout(x, 0.05), a)
+        high = f.conv1d(low.transpose(1, 2), b.unsqueeze(-1), groups=2).transpose(1, 2)[0]
+        padded = high.new_zeros(tokens, 3 * hidden).index_copy(1, places, high.reshape(-1, 2 * hidden))
+        joint = f.linear(x, frozen) + padded * 2.0
+        q, k, v = joint.view(1, tokens, heads, 3, -1).permute(3, 0, 2, 1, 4)
+        q, k = q * 1.0, k * 1.0  # rotary positions make new ones, and save only tables
+        out = f.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert out.grad_fn is not None
+
+    lora = {"lora_rank": 8, "lora_dropout": 0.05, "attention": "flash", "loss": "chunked"}
+    trace = joint_adapters(transformer(LLAMA, batch=1, sequence=tokens, precision="bf16", **lora))
+    forward, backward = ({op.id for op in trace.ops if op.phase == phase} for phase in ("forward", "backward"))
+    large = tokens * hidden // 2  # from half a byte per element on: neither what lies between A and B, nor statistics
+    held = sum(
+        t.bytes
+        for t in trace.tensors
+        if t.name.startswith("h1.attn.") and t.bytes > large  # of the first layer no gradient goes on
+        if trace.producer[t.id] in forward and backward & set(trace.readers(t.id))
+    )
+    here = sum(n for n in saved.values() if n > large and n not in (frozen.nbytes, a.nbytes, b.nbytes))
+    mask = tokens * hidden  # a byte each on CUDA; on a CPU the scaled mask, in the type of the input
+    assert held == here - mask
