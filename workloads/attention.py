@@ -109,7 +109,8 @@ def attention_core(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Val
         return _composed(tape, f"{name}.core", core, q, k, v, math=False, views=views)
     if q.dtype != "fp32":
         if core.implementation == REPEATING and core.kv_heads != core.heads:
-            k, v = (_repeat(tape, f"{name}.core.{part}.repeat", core, x) for x, part in ((k, "k"), (v, "v")))
+            one = core.kv_heads == 1  # a view for all heads of queries, which this kernel reads as it is
+            k, v = (_repeat(tape, f"{name}.core.{part}.repeat", core, x, one) for x, part in ((k, "k"), (v, "v")))
         return _fused(tape, f"{name}.core", core, q, k, v, kernel="flash")
     if core.implementation in FLASH:
         raise WorkloadError(

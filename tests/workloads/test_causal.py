@@ -190,10 +190,14 @@ def test_recorded_calls_say_it_where_pytorchs_schema_has_it():
     assert executed_of(name, [(1, 1, 256, 8)] * 3, 4 * 256**2 * 8, True) == 4 * 256 * 384 // 2 * 8
 
 
-def test_repeated_keys_and_values_are_saved_as_pytorch_saves_them():
-    """Where keys and values are expanded before the kernel, as torchtune and torchtitan do, it saves the copies."""
+@pytest.mark.parametrize("shared", [2, 1])
+def test_repeated_keys_and_values_are_saved_as_pytorch_saves_them(shared):
+    """Where keys and values are expanded before the kernel, as torchtune and torchtitan do, it saves the copies.
+
+    One head for all of them is expanded by a view.
+    """
     torch = pytest.importorskip("torch")
-    batch, heads, shared, sequence, head = 2, 4, 2, 128, 16
+    batch, heads, sequence, head = 2, 4, 128, 16
     saved = {}
 
     def pack(x):
@@ -208,8 +212,9 @@ def test_repeated_keys_and_values_are_saved_as_pytorch_saves_them():
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert out.grad_fn is not None
 
-    trace = transformer(LLAMA, batch=batch, sequence=sequence, precision="bf16", attention="flash_repeat")
-    forward, backward = cores(batch=batch, sequence=sequence, attention="flash_repeat")
+    config = {**LLAMA, "num_key_value_heads": shared}
+    trace = transformer(config, batch=batch, sequence=sequence, precision="bf16", attention="flash_repeat")
+    forward, backward = cores(config, batch=batch, sequence=sequence, attention="flash_repeat")
     sizes = trace.tensor_columns.bytes
     both = [*forward.reads, *(t for t in forward.writes if t in backward.reads)]
     assert sum(int(sizes[t]) for t in both) == sum(saved.values()) + 24  # PyTorch keeps the seed and its offset on CUDA
