@@ -17,7 +17,7 @@ from sim.plan import Move
 from sim.policies.base import SAVINGS
 from sim.rewrites.rewriter import with_columns
 from sim.rewrites.slots import slots_of
-from sim.rewrites.values import groups
+from sim.rewrites.symbolic import groups
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.op import Implementation, Op

@@ -1,4 +1,7 @@
-"""Law 2: the same values. A value is a hash of its op and of what it read; see `sim.rewrites.values`."""
+"""Law 2: the same values. A value is a hash of its op and of what it read; see `sim.rewrites.symbolic`.
+
+Rewritten traces are compared with their bases by `sim.rewrites.values`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import numpy as np
 
 from sim.conformance.ledger import FOREVER, MADE, MOVED_IN, OVERWRITTEN, Ledger, Stay, Work
 from sim.conformance.replayed import LawBroken, Replayed
-from sim.rewrites.values import LEAST_CODE, Value, departures, first_value, groups, op_values, plain_values
+from sim.rewrites.identities import LEAST_CODE
+from sim.rewrites.symbolic import Value, first_value, groups, op_values, plain_values
+from sim.rewrites.values import departures
 from sim.trace.graph import Trace
 from sim.trace.origin import Origin
 

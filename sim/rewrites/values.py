@@ -1,9 +1,7 @@
-"""What a trace computes, symbolically: a value is a hash of the op that produced it and of the values it read.
+"""Whether a rewritten trace computes what its base computes, op by op, from what ops and tensors claim to stand for.
 
-This module answers two questions. `plain_values` gives the value of every tensor when a trace runs as written; a
-replay that ends with other hashes has read a stale value or lost one. `departures` checks op by op whether a rewritten
-trace computes what its base computes: if what an op reads is what `origin` claims, is what it writes, too? Only the
-following identities are used:
+`departures` asks of each op: if what it reads is what `origin` claims, is what it writes, too? What follows of known
+values `sim.rewrites.identities` says. Only the following is taken for granted:
 
 - An op that stands for base op o must find among its reads every tensor that o reads (of that iteration, no
   other version). Its results are then o's: whole, in parts, or in a pack.
@@ -25,17 +23,15 @@ following identities are used:
   Of consecutive steps (`Origin.steps`), each on its part of the batch, what has rows has that many fewer bytes.
 - Of symmetric ranks (`Origin.ranks`, `Origin.tensor`) one is checked: the others have the same claims on other
   parts, and a collective among them (`Op.ring`) reads those, too.
-- All parts together are the tensor. All microbatches together are the tensor, by concatenation where it has rows, by a
-  sum (an op that adds them) where it has none. Consecutive ranges join to a longer range.
 - An op of the optimizer updates each parameter from that parameter's own tensors (`sim.rewrites.slots`): `Slots` of it
   must find those of its parameters, and has their results.
 - A `Fused` op computes its parts in order: each finds the op's reads and the results of the parts before it. Kinds
   that stream through their operands may be fused with each other, and with such ops of an earlier phase, which it
   recomputes.
-- What one member of a group (send and receive, a collective) reads, all members read.
-- A lossless encoding decodes to the original; a lossy one decodes to `Lossy`, which stands for nothing else. A code in
-  a format of `sim.rewrites.codecs` is lossless or lossy as that format is, and has that many bytes; any other lossless
-  one is not smaller than `LEAST_CODE`.
+- What one member of a group (send and receive, a collective) reads, all members read. A collective may stand for an op
+  that only adds, and put the sum in the place of what it reads.
+- A code in a format of `sim.rewrites.codecs` is lossless or lossy as that format is, and has that many bytes; any
+  other lossless one is not smaller than `LEAST_CODE`.
 - The backward of a function of `SUFFICES` may find, instead of what forward saved, the code that suffices for it.
 - An update that writes a 16-bit weight from its fp32 master (`sim.rewrites.masters`) need not find the old weight.
 - A tensor has the role of the tensor it stands for, unless it is a copy. A base op overwrites in place only what it
@@ -46,7 +42,6 @@ A false claim is therefore reported at the op that makes it, and not at the ops 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -58,12 +53,12 @@ from sim.rewrites.batching import batch_ops, batched, own_ops, renewed
 from sim.rewrites.chunks import as_base, joined
 from sim.rewrites.codecs import FORMATS, SUFFICES
 from sim.rewrites.dimensions import BLOCKS, CONTEXT, DIMENSIONS, QUERIES, TENSOR, TOKENS, dimensions, operands
-from sim.rewrites.experts import EXPERTS, row_span
 from sim.rewrites.fuse import PRODUCT, STREAMED
+from sim.rewrites.identities import Identities
 from sim.rewrites.masters import gradients_replaced, held_weights
-from sim.rewrites.rewriter import slice_of
 from sim.rewrites.slots import slots_of
 from sim.rewrites.split import ELEMENTWISE
+from sim.rewrites.symbolic import groups
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import KINDS, PHASE_CODE
 from sim.trace.origin import (
@@ -86,85 +81,10 @@ from sim.trace.origin import (
     map_leaves,
     resolved,
 )
-from sim.trace.tensor import ROLES, Tensor
+from sim.trace.tensor import ROLES
 
-Value = bytes
 OF_A_REPLICA = ("tensor", "context", "neighbour")
 """Axes along which ranks divide the work of one replica."""
-LEAST_CODE = Fraction(1, 32)
-"""The fewest bytes of a lossless encoding per byte of the tensor: one bit for an element of four bytes."""
-
-
-def first_value(tensor: int) -> Value:
-    """The value of a tensor that exists from the start."""
-    return hashlib.blake2b(b"start %d" % tensor, digest_size=16).digest()
-
-
-def op_values(op: int, reads: Sequence[Value], count: int) -> list[Value]:
-    """The values of the `count` tensors that an op writes, given the values that it reads, in order.
-
-    Each op is a distinct function. A random op replays its seed, so it is no exception.
-    """
-    inner = hashlib.blake2b(b"op %d " % op + b"".join(reads), digest_size=16).digest()
-    return [hashlib.blake2b(inner + b"%d" % k, digest_size=16).digest() if k else inner for k in range(count)]
-
-
-def plain_values(trace: Trace) -> list[Value]:
-    """The value of every tensor when the trace runs as written, by id.
-
-    Each member of a group is a function of the reads of all members, in program order.
-    """
-    values: list[Value] = [first_value(t) for t in range(len(trace.tensors))]
-    members = groups(trace)
-    pending: dict[str, int] = {name: len(ops) for name, ops in members.items()}
-    produced = (trace.producer < 0).tolist()
-    waiting: list[int] = []
-
-    def run(op: int, reads: Iterable[int]) -> None:
-        writes = trace.writes(op)
-        for t, value in zip(writes, op_values(op, [values[t] for t in reads], len(writes)), strict=True):
-            values[t], produced[t] = value, True
-
-    def try_op(op: int) -> bool:
-        if not all(produced[t] for t in trace.reads(op)):
-            return False
-        name = trace.op_columns.group.get(op, "")
-        if not name:
-            run(op, trace.reads(op))
-            return True
-        pending[name] -= 1
-        if not pending[name]:  # the last member to have its inputs: now all of them run
-            reads = [t for member in members[name] for t in trace.reads(member)]
-            for member in members[name]:
-                run(member, reads)
-        return True
-
-    for op in range(len(trace.ops)):
-        if not try_op(op):
-            waiting.append(op)
-        elif waiting and op in trace.op_columns.group:
-            waiting = _drain(waiting, try_op)
-    _drain(waiting, try_op)  # nothing is left: a trace whose groups cannot meet is refused where it is made
-    return values
-
-
-def _drain(waiting: list[int], try_op: object) -> list[int]:
-    while True:
-        left = [op for op in waiting if not try_op(op)]  # type: ignore[operator]
-        if len(left) == len(waiting):
-            return left
-        waiting = left
-
-
-def groups(trace: Trace) -> dict[str, list[int]]:
-    """The members of every group, in program order."""
-    members: dict[str, list[int]] = {}
-    for op, name in sorted(trace.op_columns.group.items()):
-        members.setdefault(name, []).append(op)
-    return members
-
-
-# ---- does it compute what it stands for? ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +155,7 @@ class _Check:
         self.statistics = {t for t in of_own if not self.rows[t] and base.tensor_columns.role[t] != gradient}
         self.of_parts = self.statistics - self.versions.keys()
         self.dims = dimensions(base)
+        self.known = Identities(base, self.rows, self.statistics, self.dims, origin.iterations, origin.steps)
         self.last_of = {first: last for last, first in base.carry}
         self.gradient_of = gradients_replaced(base)
         self.constant = (base.producer < 0) & np.isin(base.tensor_columns.role, PERSISTENT)
@@ -263,7 +184,7 @@ class _Check:
     def run(self) -> list[Departure]:
         trace, names = self.trace, self.trace.tensor_columns.name
         for t, size in enumerate(trace.tensor_columns.bytes.tolist()):
-            least, exact = self.size(self.claims[t])
+            least, exact = self.known.size(self.claims[t])
             if size < least or (exact and size > least):
                 self.report("wrong", "", names[t], f"tensor {names[t]!r} has {size} bytes, not {least}")
         for t in np.flatnonzero(trace.producer < 0).tolist():
@@ -308,50 +229,6 @@ class _Check:
         for axis in (ring.axis,) if ring is not None else ranks:
             every = [self.origin.of_rank(claim, r, axis) for claim in every for r in range(ranks[axis])]
         return every if self.of_tensors is self.claims else [resolved(claim) for claim in every]
-
-    def size(self, expr: Expr | None) -> tuple[int, bool]:
-        """The fewest bytes of a tensor with this claim, and whether it must have exactly as many."""
-        if isinstance(expr, Same):
-            whole, count = int(self.base.tensor_columns.bytes[expr.id]), self.origin.iterations
-            if self.origin.steps and self.rows[expr.id]:
-                return slice_of(whole, expr.iteration, expr.iteration + 1, count), True
-            return whole, True
-        if isinstance(expr, Part | Microbatch):
-            whole, exact = self.size(expr.of)
-            if isinstance(expr, Microbatch) and not self.has_rows(expr.of):
-                return whole, exact  # a sum is as large as its terms
-            return self.sliced(whole, expr), exact and not self.is_scalar(expr)
-        if isinstance(expr, Along):
-            whole, exact = self.size(expr.of)
-            has = self.has_elements(expr)
-            if has and expr.dimension == EXPERTS and self.has_rows(expr.of):
-                layer = int(self.base.tensor_columns.layer[leaves(expr)[0].id])
-                return slice_of(whole, *row_span(self.base, layer, expr.first, expr.stop, expr.count)), exact
-            return (self.sliced(whole, expr) if has else whole), exact and not self.is_scalar(expr)
-        if isinstance(expr, Packed):
-            return sum(self.size(part)[0] for part in expr.parts), False
-        if isinstance(expr, Lossy):
-            return self.size(expr.of)
-        if isinstance(expr, Encoded):
-            if expr.codec in FORMATS and isinstance(expr.of, Same):
-                return self.format_size(expr, self.base.tensors[expr.of.id])
-            whole = self.size(expr.of)[0]
-            return (-(-whole * LEAST_CODE // 1) if expr.lossless else min(whole, 1)), False
-        return 0, False
-
-    def sliced(self, whole: int, expr: Part | Microbatch | Along) -> int:
-        """Bytes of a share; a few of a scalar, which each rank has as a number of its own."""
-        if self.is_scalar(expr):
-            return whole * (expr.stop - expr.first) // expr.count
-        return slice_of(whole, expr.first, expr.stop, expr.count)
-
-    def is_scalar(self, expr: Expr) -> bool:
-        return any(self.base.tensor_columns.shape.get(leaf.id) == () for leaf in leaves(expr))
-
-    def format_size(self, expr: Encoded, tensor: Tensor) -> tuple[int, bool]:
-        """As `size`, of a code in a known format."""
-        form = FORMATS[expr.codec]
-        return (tensor.bytes, False) if form.sparse and tensor.zeros is None else (form.size(tensor), True)
 
     def check_formats(self) -> None:
         """A code in a known format loses what that format loses."""
@@ -446,14 +323,14 @@ class _Check:
     def check_op(self, op: int, expr: Expr, claims: list[Expr]) -> None:
         glue = isinstance(expr, Glue)
         adds = glue and self.trace.ops[op].kind in ("elementwise", "reduce", "collective")
-        have = self.closure(claims, glue=glue, adds=adds)
+        have = self.known.closure(claims, glue=glue, adds=adds)
         available = set(have)
         if not glue:
             available.update(self.results(op, expr, have, claims, Fraction(1)))
         for t in self.trace.writes(op):
             claim = self.claims[t]
             if claim not in available and not (
-                self.covers(claim, available, glue=glue, adds=adds) or self.adds_to(t, claim, available)
+                self.known.covers(claim, available, glue=glue, adds=adds) or self.adds_to(t, claim, available)
             ):
                 name, tensor = self.trace.op_columns.name[op], self.trace.tensor_columns.name[t]
                 self.report("wrong", name, tensor, f"op {name!r} cannot produce {tensor!r}: {self.say(claim)}")
@@ -470,8 +347,8 @@ class _Check:
         role, gradient = self.base.tensor_columns.role, ROLES.index("gradient")
         if not all(leaf.id in self.grown or (in_place and role[leaf.id] == gradient) for leaf in leaves(claim)):
             return False
-        have = self.closure({*available, self.claims[over]}, glue=True, adds=True)
-        return self.covers(claim, have, glue=True, adds=True)
+        have = self.known.closure({*available, self.claims[over]}, glue=True, adds=True)
+        return self.known.covers(claim, have, glue=True, adds=True)
 
     def results(self, op: int, expr: Expr, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
         """What an op that stands for `expr` computes from the values it has."""
@@ -483,7 +360,7 @@ class _Check:
                 available |= self.results(op, part, available, claims, share)
             return available
         if isinstance(expr, Glue):  # within a kernel: what joins its parts
-            return set(self.closure(list(have), glue=True, adds=True))
+            return set(self.known.closure(list(have), glue=True, adds=True))
         if isinstance(expr, Slots):
             return self.slot_results(op, expr, have, claims, share)
         if isinstance(expr, Along) and len(leaves(expr)) > 1:  # of a kernel: its parts in order, each a share
@@ -501,7 +378,7 @@ class _Check:
                 inner.add(claim)
             if isinstance(expr, Microbatch):
                 inner.update(self.renewed_by(claim, expr))
-        inner = self.closure(inner, glue=False, adds=False)
+        inner = self.known.closure(inner, glue=False, adds=False)
         share = share * (expr.stop - expr.first) / expr.count
         inner_results = self.results(op, expr.of, inner, claims, share)
         last: set[Expr] = {x for x in inner_results if isinstance(x, Same) and x.id in self.versions}
@@ -541,7 +418,7 @@ class _Check:
         (leaf,) = leaves(expr.of)
         like = (expr.dimension, expr.first, expr.stop, expr.count)
         shares = {x.of for x in have if isinstance(x, Along) and (x.dimension, x.first, x.stop, x.count) == like}
-        parts = {of for of in shares if self.has(expr.dimension, of)}
+        parts = {of for of in shares if self.known.has(expr.dimension, of)}
         attends = expr.dimension in TOKENS and dims.ops[leaf.id].kind == "attention"
         if attends:  # its keys and values are those of all tokens
             parts = {of for of in parts if not any(x.id in dims.keys for x in leaves(of))}
@@ -559,8 +436,8 @@ class _Check:
             self.report("wrong", name, "", f"op {name!r} does not know the rows of {self.say(Same(rows))}")
         if not self.origin.is_symmetric(expr):  # else each rank does as much
             share = share * (expr.stop - expr.first) / expr.count
-        results = self.results(op, expr.of, self.closure(inner, glue=False, adds=False), claims, share)
-        shared = {x for x in results if self.has(expr.dimension, x)} if not of_terms else results
+        results = self.results(op, expr.of, self.known.closure(inner, glue=False, adds=False), claims, share)
+        shared = {x for x in results if self.known.has(expr.dimension, x)} if not of_terms else results
         if of_terms or dims.sums(leaf.id):
             shared = results
         summed = {x for x in results if attends and any(each.id in dims.terms for each in leaves(x))}
@@ -590,25 +467,15 @@ class _Check:
         asks = {x for x in asks if not any(each.id in dims.keys for each in leaves(x))}
         if not self.origin.is_symmetric(of):
             share = share / c
-        results = self.results(op, of.of, self.closure(asks | keys | have, glue=False, adds=False), claims, share / c)
+        results = self.results(
+            op, of.of, self.known.closure(asks | keys | have, glue=False, adds=False), claims, share / c
+        )
 
         def term(x: Expr) -> Along:
             k = block if any(each.id in dims.terms for each in leaves(x)) else own
             return replace(expr, of=replace(of, of=x, first=k, stop=k + 1))
 
-        return {term(x) if self.has(CONTEXT, x) else x for x in results}
-
-    def has(self, dimension: str, expr: Expr) -> bool:
-        """Whether what an expression is a share of has a dimension, so that the share is a part of its elements."""
-        if isinstance(expr, Rowwise):
-            return False
-        has = self.dims.has.get(dimension, frozenset())
-        return any(leaf.id in has for leaf in leaves(expr))
-
-    def has_elements(self, share: Along) -> bool:
-        """Whether a share is a part of the elements, and no term of a sum or count of its own."""
-        has = (self.dims.divides_elements(share.dimension, leaf.id) for leaf in leaves(share.of))
-        return not isinstance(share.of, Rowwise) and any(has)
+        return {term(x) if self.known.has(CONTEXT, x) else x for x in results}
 
     def slot_results(self, op: int, expr: Slots, have: set[Expr], claims: list[Expr], share: Fraction) -> set[Expr]:
         """What an op computes that updates some parameters of an op of the base, or of a kernel that joins several."""
@@ -787,95 +654,6 @@ class _Check:
             tensor = int(replaces[tensor])
         return tensor
 
-    # ---- identities --------------------------------------------------------------------------
-
-    def closure(self, claims: Iterable[Expr], *, glue: bool, adds: bool) -> set[Expr]:
-        """All values that follow from these."""
-        have: set[Expr] = set()
-        todo = list(claims)
-        ranges: dict[tuple[type, Expr | tuple[Expr, str], int], list[tuple[int, int]]] = {}
-        while todo:
-            claim = todo.pop()
-            if claim in have:
-                continue
-            have.add(claim)
-            if isinstance(claim, Packed):
-                todo += [part for part in claim.parts if part is not None]
-            elif isinstance(claim, Encoded) and glue:
-                todo.append(claim.of if claim.lossless else Lossy(claim.of, claim.codec))
-            elif isinstance(claim, Part | Microbatch):
-                held = ranges.setdefault((type(claim), claim.of, claim.count), [])
-                held.append((claim.first, claim.stop))
-                adds_up = adds and not self.is_statistic(claim.of)
-                joins = isinstance(claim, Part) or adds_up or claim.count == 1 or self.has_rows(claim.of)
-                if joins and _tiles(held, 0, claim.count):
-                    todo.append(claim.of)
-            elif isinstance(claim, Along):
-                held = ranges.setdefault((Along, (claim.of, claim.dimension), claim.count), [])
-                held.append((claim.first, claim.stop))
-                joins = (glue and self.has_elements(claim)) or adds
-                if joins and _tiles(held, 0, claim.count):
-                    todo.append(claim.of)
-        return have | self.within_shares(have) if glue and adds else have
-
-    def within_shares(self, have: Iterable[Expr]) -> set[Expr]:
-        """What follows of shares of shares: the share of a sum is the sum of the shares."""
-        inner: dict[tuple[str, int, int, int], set[Expr]] = {}
-        for x in have:
-            if isinstance(x, Along) and isinstance(x.of, Along):
-                inner.setdefault((x.dimension, x.first, x.stop, x.count), set()).add(x.of)
-        joined = {like: self.closure(of, glue=True, adds=True) - of for like, of in inner.items()}
-        return {Along(x, *like) for like, found in joined.items() for x in found}
-
-    def covers(self, claim: Expr, have: set[Expr], *, glue: bool, adds: bool) -> bool:
-        """Whether a value can be derived from the available ones by slicing, joining, packing or encoding."""
-        if claim in have:
-            return True
-        if isinstance(claim, Packed):
-            return all(part is None or self.covers(part, have, glue=glue, adds=adds) for part in claim.parts)
-        if isinstance(claim, Encoded):
-            return glue and self.covers(claim.of, have, glue=glue, adds=adds)
-        if isinstance(claim, Part | Microbatch):
-            rows = isinstance(claim, Part) or self.has_rows(claim.of)
-            everything = (claim.first, claim.stop) == (0, claim.count)
-            if (rows or everything) and self.covers(claim.of, have, glue=glue, adds=adds):
-                return True
-            held: dict[Expr, list[tuple[int, int]]] = {}
-            for x in have:
-                if isinstance(x, Part | Microbatch) and (type(x), x.count) == (type(claim), claim.count):
-                    held.setdefault(x.of, []).append((x.first, x.stop))
-            span, joins = (claim.first, claim.stop), rows or (adds and not self.is_statistic(claim.of))
-            inner = {of for of, own in held.items() if span in own or (joins and _tiles(own, *span))}
-            if glue and inner:  # the part of a sum is the sum of the parts
-                inner = self.closure(inner, glue=glue, adds=adds)
-                if self.covers(claim.of, inner, glue=glue, adds=adds):
-                    return True
-            return glue and joins and _tiles(held.get(claim.of, []), *span)
-        if isinstance(claim, Along):
-            if isinstance(claim.of, Rowwise):  # found by shares
-                return glue and self.covers(replace(claim, of=claim.of.of), have, glue=glue, adds=adds)
-            shares = [
-                (x.first, x.stop)
-                for x in have
-                if isinstance(x, Along) and replace(x, first=0, stop=1) == replace(claim, first=0, stop=1)
-            ]
-            if glue and (adds or self.has_elements(claim)) and _tiles(shares, claim.first, claim.stop):
-                return True  # consecutive shares, or terms of a sum, together
-            if not (glue and (adds or self.has_elements(claim))):
-                return False
-            like = (claim.dimension, claim.first, claim.stop, claim.count)
-            inner = {x.of for x in have if isinstance(x, Along) and (x.dimension, x.first, x.stop, x.count) == like}
-            if inner and self.covers(claim.of, self.closure(inner, glue=glue, adds=adds), glue=glue, adds=adds):
-                return True  # the share of a sum is the sum of the shares
-            return self.covers(claim.of, have, glue=glue, adds=adds)
-        return False
-
-    def is_statistic(self, expr: Expr) -> bool:
-        return any(leaf.id in self.statistics for leaf in leaves(expr))
-
-    def has_rows(self, expr: Expr) -> bool:
-        return any(self.rows[leaf.id] for leaf in leaves(expr))
-
     # ---- the whole ---------------------------------------------------------------------------
 
     def check_coverage(self) -> None:
@@ -890,7 +668,7 @@ class _Check:
     def check_ends(self) -> None:
         base, last = self.base, self.origin.iterations - 1
         ends = self.of_all_ranks(-1, (self.of_tensors[t] for t in self.trace.outputs))
-        have = self.closure(ends, glue=True, adds=False)
+        have = self.known.closure(ends, glue=True, adds=False)
         for t in base.outputs:
             if self.settle(Same(t, last)) not in have:
                 name = base.tensor_columns.name[t]
@@ -967,16 +745,6 @@ def _shares_of_parts(expr: Expr) -> Expr:
 def _like(expr: Expr, tensor: int) -> Expr:
     """The share of a tensor that an expression is of an op."""
     return map_leaves(expr, lambda op: Same(tensor, op.iteration))
-
-
-def _tiles(held: list[tuple[int, int]], first: int, stop: int) -> bool:
-    """Whether the ranges inside `first` to `stop` follow each other without gap or overlap."""
-    end_so_far = first
-    for start, end in sorted(span for span in held if span[0] >= first and span[1] <= stop):
-        if start != end_so_far:
-            return False
-        end_so_far = end
-    return end_so_far == stop
 
 
 def _is_lossy(expr: Expr) -> bool:

@@ -26,7 +26,8 @@ from sim.rewrites.rewrite import (
     unroll,
 )
 from sim.rewrites.rewriter import Rewriter
-from sim.rewrites.values import check_origin, departures, op_values, plain_values
+from sim.rewrites.symbolic import op_values, plain_values
+from sim.rewrites.values import check_origin, departures
 from sim.trace import Implementation, Trace, TraceBuilder
 from sim.trace.origin import Encoded, Glue, Lossy, Microbatch, Part, Same, leaves
 from tests.strategies import traces
