@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -39,7 +38,7 @@ from sim.rewrites.schedules import SCHEDULES, device_of, parts_per_device, refus
 from sim.rewrites.stage_partition import LayerCost
 from sim.rewrites.tensor_parallel import divide_layers, divide_tokens
 from sim.rewrites.zero import GATHERED, LEVELS, shard
-from sim.stage_balance import balanced, by_latency, layer_costs
+from sim.stage_balance import balanced, by_latency, costs_by_share
 from sim.trace.graph import Trace
 from sim.trace.layers import op_layers
 from sim.trace.op import KINDS
@@ -467,14 +466,14 @@ def with_layers(
 
     trace: an iteration on one device, of all samples.
     machine: a node with as many devices as the layout takes, at most all that it has.
-    costs: of each layer of the trace on the machine, by the share of it; see `sim.stage_balance.layer_costs`.
+    costs: of each layer of the trace on the machine, by the share of it; see `sim.stage_balance.costs_by_share`.
     """
     if not isinstance(layout.layers, str) or layout.pp == 1:
         return layout
     count = len({layer for layer in op_layers(trace).tolist() if layer >= 0})
     if layout.parts > max(count, 1):
         raise LayoutError(f"pp: {count} layers do not make {layout.parts} parts; nearest: {max(count, 1)}")
-    costs = costs or partial(layer_costs, trace, machine)
+    costs = costs or costs_by_share(trace, machine)
     ranks, n = layout.tp * layout.cp, layout.micro_batches
     if layout.layers == BALANCED:
         device = [device_of(part, layout.pp, layout.schedule) for part in range(layout.parts)]

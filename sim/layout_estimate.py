@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import LayoutError
+from sim.floors import largest_op
 from sim.hardware.cost import op_times
 from sim.hardware.nodes import ring_rates
 from sim.hardware.platform import Platform
@@ -24,7 +25,7 @@ from sim.rewrites.experts import experts_of
 from sim.rewrites.experts_in_turn import weights_in_turn
 from sim.rewrites.pipeline import parts_of, weight_gradients
 from sim.rewrites.schedules import DIVIDED, FOLDED, device_of, unit_orders
-from sim.stage_balance import layer_costs
+from sim.stage_balance import costs_by_share
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.layers import op_layers
 from sim.trace.op import PHASE_CODE
@@ -44,17 +45,24 @@ AGAIN = 4 / 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """Nanoseconds of an iteration; bytes of the fullest device: those of the state, and with all activations kept."""
+    """Nanoseconds of an iteration; bytes of the fullest device.
+
+    state_bytes: of the training state.
+    recomputed_bytes: with what passes from layer to layer, all that the largest layer saves, and the largest op.
+    kept_bytes: with all activations.
+    """
 
     time_ns: float
     state_bytes: int
+    recomputed_bytes: int
     kept_bytes: int
 
     def rank(self, capacity: int) -> tuple[int, float]:
-        """What layouts are ordered by: those that keep everything, or recompute, in a capacity come first."""
+        """What layouts are ordered by: those that keep everything, or recompute, in a capacity come first, then those
+        that have to copy activations."""
         if self.kept_bytes <= capacity:
             return 0, self.time_ns
-        return int(self.state_bytes > capacity), AGAIN * self.time_ns
+        return (self.recomputed_bytes > capacity) + (self.state_bytes > capacity), AGAIN * self.time_ns
 
     def spare(self, capacity: int) -> tuple[float, float]:
         """What layouts are ordered by where memory is what matters: those that surely keep everything come first."""
@@ -70,32 +78,35 @@ class Estimator:
         launch = node.engines[node.engine_for(0, "")].launch
         self.fixed = np.minimum(float(launch), self.total)
         self.later = weight_gradients(trace)
-        self.parts: dict[tuple[object, int, bool], tuple[Times, Times, Times, Times, Times]] = {}
-        self.layers: dict[bool, tuple[Times, Times, Times, Times, Times]] = {}
+        self.parts: dict[tuple[object, int, bool], tuple[Times, ...]] = {}
+        self.layers: dict[bool, tuple[Times, ...]] = {}
         self.sizes: dict[tuple[object, ...], tuple[int, ...] | str] = {}
-        self.costs = cache(partial(layer_costs, trace, node))
+        self.costs = cache(costs_by_share(trace, node))
         self.family = dimensions(trace).family
         self.experts = experts_of(trace).keys() | weights_in_turn(trace)
+        self.largest_op = largest_op(trace, node)[1]
         self.rings = cache(partial(ring_rates, node))
 
     def of(self, layout: Layout) -> Estimate:
         """The estimate of a layout."""
         layout = self.resolved(layout)
-        fixed, shared, saved, state, of_experts = self._by_part(layout)
+        fixed, shared, saved, passed, state, of_experts = self._by_part(layout)
         ranks, n = layout.tp * layout.cp * layout.dp, layout.micro_batches
         unit = fixed + shared / (ranks * n)  # (parts, phases)
         update, own = PHASES.index("update"), of_experts.sum(axis=1) / np.maximum(state.sum(axis=1), 1)
         shards = layout.dp * layout.cp
         apart = 1 / shards if layout.zero else 1 - own + own / layout.ep
         unit[:, update] = fixed[:, update] + apart * shared[:, update] / layout.tp
-        held = saved / (ranks * n)
-        time, most = _scheduled(layout, unit, held)
+        time, most = _scheduled(layout, unit, np.stack([saved, passed], axis=1) / (ranks * n))
+        largest = (float(self._by_layer(layout.schedule in DIVIDED)[2].max()) + self.largest_op) / (ranks * n)
         device = [device_of(q, layout.pp, layout.schedule) for q in range(layout.parts)]
         kept = np.zeros(layout.pp)
         divided = [layout.zero >= level for level in LEVEL_OF]
         dense = (state - of_experts) / np.where(divided, shards, 1)
         np.add.at(kept, device, (dense + of_experts / np.where(divided, shards, layout.ep)).sum(axis=1) / layout.tp)
-        return Estimate(time + self._exchanged(layout), int(kept.max()), int((kept + most).max()))
+        everything, recomputed = (int(each) for each in (kept[:, None] + most).max(axis=0))
+        recomputed = min(everything, recomputed + int(largest))
+        return Estimate(time + self._exchanged(layout), int(kept.max()), recomputed, everything)
 
     def resolved(self, layout: Layout) -> Layout:
         """The layout with the numbers of layers that its parts get, where it says only how they are chosen."""
@@ -107,20 +118,19 @@ class Estimator:
             self.sizes[key] = with_layers(self.trace, self.node, layout, self.costs).layers
         return replace(layout, layers=self.sizes[key])
 
-    def _by_part(self, layout: Layout) -> tuple[Times, Times, Times, Times, Times]:
-        """Per part and phase fixed and shared times of the whole batch; per part bytes saved; per part and kind of
-        `STATE` its bytes, and of these those of experts."""
+    def _by_part(self, layout: Layout) -> tuple[Times, ...]:
+        """Per part and phase fixed and shared times of the whole batch; per part bytes saved, and bytes passed on to
+        other layers; per part and kind of `STATE` its bytes, and of these those of experts."""
         key = layout.layers, layout.parts, layout.schedule in DIVIDED
         if key not in self.parts:
             table = list(part_of_layer(self.trace, layout).values()) or [0]
-            fixed, shared, *held = self._by_layer(layout.schedule in DIVIDED)
-            sums = [np.zeros((layout.parts, *each.shape[1:])) for each in (fixed, shared, *held)]
-            for total, each in zip(sums, (fixed, shared, *held), strict=True):
+            by_layer = self._by_layer(layout.schedule in DIVIDED)
+            self.parts[key] = tuple(np.zeros((layout.parts, *each.shape[1:])) for each in by_layer)
+            for total, each in zip(self.parts[key], by_layer, strict=True):
                 np.add.at(total, table, each)
-            self.parts[key] = sums[0], sums[1], sums[2], sums[3], sums[4]
         return self.parts[key]
 
-    def _by_layer(self, divided: bool) -> tuple[Times, Times, Times, Times, Times]:
+    def _by_layer(self, divided: bool) -> tuple[Times, ...]:
         """As `_by_part`, per layer. divided: whether gradients of weights are a phase of their own."""
         if divided not in self.layers:
             trace, c = self.trace, self.trace.op_columns
@@ -137,11 +147,13 @@ class Estimator:
             self.layers[divided] = fixed, shared, *self._bytes(layer, len(fixed))
         return self.layers[divided]
 
-    def _bytes(self, layer: NDArray[np.int64], layers: int) -> tuple[Times, Times, Times]:
-        """Per layer what backward reads of forward; per layer and kind of `STATE` its bytes, and those of experts."""
+    def _bytes(self, layer: NDArray[np.int64], layers: int) -> tuple[Times, ...]:
+        """Per layer what backward reads of forward, and what forward passes on to other layers; per layer and kind of
+        `STATE` its bytes, and those of experts."""
         trace, columns, phase = self.trace, self.trace.tensor_columns, self.trace.op_columns.phase
         kind = {ROLE_CODE[role]: k for k, role in enumerate(STATE)}
-        saved, state, of_experts = np.zeros(layers), np.zeros((layers, len(STATE))), np.zeros((layers, len(STATE)))
+        saved, passed = np.zeros(layers), np.zeros(layers)
+        state, of_experts = np.zeros((layers, len(STATE))), np.zeros((layers, len(STATE)))
         for t, (size, role) in enumerate(zip(columns.bytes.tolist(), columns.role.tolist(), strict=True)):
             made, readers = int(trace.producer[t]), trace.readers(t)
             if made < 0 and role in PERSISTENT and len(readers):
@@ -154,9 +166,11 @@ class Estimator:
                 of_experts[where] += size * (self.family[t] in self.experts)
             elif made < 0 or phase[made] != PHASE_CODE["forward"] or columns.replaces[t] >= 0:
                 continue
-            elif any(phase[op] == PHASE_CODE["backward"] for op in readers):
+            if any(phase[op] == PHASE_CODE["backward"] for op in readers):
                 saved[layer[made]] += size
-        return saved, state, of_experts
+            if any(phase[op] == PHASE_CODE["forward"] and layer[op] != layer[made] for op in readers):
+                passed[layer[made]] += size
+        return saved, passed, state, of_experts
 
     def _exchanged(self, layout: Layout) -> float:
         """Nanoseconds of collectives: of tensor or context parallelism in each layer, and of gradients and weights.
@@ -205,16 +219,18 @@ class Estimator:
 
 
 def _scheduled(layout: Layout, unit: Times, held: Times) -> tuple[float, Times]:
-    """When the last unit ends, in ns, and the most bytes of saved activations on each device.
+    """When the last unit ends, in ns, and per device the most bytes of each kind that activations take.
 
-    unit: nanoseconds per part and phase, of a microbatch (of an update once). held: bytes per part and microbatch.
+    unit: nanoseconds per part and phase, of a microbatch (of an update once).
+    held: bytes of each kind per part and microbatch, from its forward to the end of its backward.
     """
     stages, n = layout.pp, layout.micro_batches
     few = n if layout.schedule in ("gpipe", "naive") else min(n, -(-max(ROUNDS * stages, 2) // stages) * stages)
     orders = unit_orders(layout.schedule, stages, layout.chunks, few)
     last, divided = layout.parts - 1, layout.schedule in DIVIDED
     ended: dict[tuple[int, str, int], float] = {}
-    clock, in_flight, most, at = np.zeros(stages), np.zeros(stages), np.zeros(stages), [0] * stages
+    clock, at = np.zeros(stages), [0] * stages
+    in_flight, most = np.zeros((stages, held.shape[1])), np.zeros((stages, held.shape[1]))
     while any(at[s] < len(orders[s]) for s in range(stages)):
         for s, order in enumerate(orders):
             while at[s] < len(order):
@@ -227,8 +243,11 @@ def _scheduled(layout: Layout, unit: Times, held: Times) -> tuple[float, Times]:
                     break
                 begin = max(clock[s], ended.get(need, 0.0) if need else 0.0)
                 clock[s] = ended[q, phase, k] = begin + unit[q, PHASES.index(phase)]
-                in_flight[s] += {"forward": held[q], "weight" if divided else "backward": -held[q]}.get(phase, 0.0)
-                most[s] = max(most[s], in_flight[s])
+                if phase == "forward":
+                    in_flight[s] += held[q]
+                    most[s] = np.maximum(most[s], in_flight[s])
+                elif phase == ("weight" if divided else "backward"):
+                    in_flight[s] -= held[q]
                 at[s] += 1
     device = [device_of(q, stages, layout.schedule) for q in range(layout.parts)]
     each = np.zeros(stages)

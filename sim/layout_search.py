@@ -21,7 +21,7 @@ these parts are not divided apart.
 
 Then the `variants` of the fastest are tried, layouts that differ in how they exchange the same: buckets of gradients,
 where gathered weights stay, keys and values in blocks. They are asked for only where a layout without the exposed part
-of its communication would be faster than the best so far, at most `most` of them.
+of what they exchange would be faster than the best so far by more than `NEARLY`, at most `most` of them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from itertools import combinations, product
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.analysis.peak_memory import home_peak
+from sim.analysis.stages import exposed_ns
 from sim.arguments import explained
 from sim.errors import LayoutError, TiersimError, near
 from sim.experiment import reference_run, simulate
@@ -58,7 +60,9 @@ from sim.policies.traits import MANAGED_AS
 from sim.rewrites.dimensions import TENSOR, dimensions
 from sim.rewrites.experts import EXPERTS, is_of_experts
 from sim.rewrites.layer_parts import ATTENTION, PARTS, LayerPart, layer_parts
+from sim.rewrites.zero import AMONG_REPLICAS
 from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.kept import kept
 from sim.trace.layers import op_layers
 from sim.trace.tensor import ROLES
 
@@ -66,13 +70,14 @@ Parts = tuple[LayerPart, ...]
 POLICIES = ("keep_all", "selective_recompute", "full_recompute")
 MOST = 12
 NEARLY = 0.005
-"""Times that differ by less than this fraction count as equal where only the fastest is asked for."""
+"""Times that differ by less than this fraction count as equal where only the fastest is asked for, and for variants."""
 MOST_DOUBLINGS = 8
 SAVED = 1.1
 """By what a policy may save more in one layout than in another."""
-WORK = 0.15
+WORK, LATER_WORK = 0.15, 0.05
 """Where time is short a layout is simulated the later the more microbatches it has, by this power of their number: each
-has all ops once, and a first answer is worth more than an estimate of which of many layouts is the fastest."""
+has all ops once. The first of them counts for the layout that is simulated first, since any answer is worth more than
+an estimate of which is the fastest, the second for all others."""
 SEARCHED = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
 """Schedules that a search tries: those whose iterations compute the same, without the one that never overlaps."""
 BUCKETS = (0, DDP, 100 << 20)
@@ -83,7 +88,7 @@ BUCKETS = (0, DDP, 100 << 20)
 class Found:
     """A layout and a policy, simulated. `makespan_ns` is None where it does not fit, and `why` says so.
 
-    hidden_ns: the makespan without what devices wait for bytes from others.
+    hidden_ns: the makespan without what devices wait for the bytes that `variants` would exchange in another way.
     """
 
     layout: Layout
@@ -181,7 +186,7 @@ def search_layouts(
     overrides, kernels: as for `lay_out`.
     fastest: whether only the fastest is asked for: then no policy is run in a layout that with everything kept in
         unlimited memory takes longer than the fastest so far, and none where another is about as fast as that, but for
-        policies that save work itself; nor are variants tried.
+        policies that save work itself; nor a composition with what fits there without it, nor are variants tried.
     by_part: whether variants divide parts of layers by tokens rather than by heads and columns, too (`divisions`).
     on_row: called with each row as it is found.
 
@@ -212,7 +217,7 @@ def search_layouts(
     estimates = {layout: estimator.of(layout) for layout in fit} if devices > 1 else {}
     fit = _ranked(fit, estimates, capacity, most, is_short=seconds is not None)
     rows: list[Found] = []
-    kept: dict[Layout, tuple[int, int]] = {}
+    unlimited: dict[Layout, tuple[int, int]] = {}
     began, tried = time.monotonic(), 0
 
     def is_late() -> bool:
@@ -229,15 +234,22 @@ def search_layouts(
             continue
         least = 0
         if fastest:
-            kept[layout] = _kept(divided, platform)
-            least = kept[layout][0]
+            unlimited[layout] = _kept(divided, platform)
+            least = unlimited[layout][0]
         for policy in policies:
             times = [row.makespan_ns for row in rows if row.makespan_ns is not None]
             if is_late():
                 break
-            if fastest and times and min(times) * (1 - NEARLY) * _saving(policy, rows, kept) <= least:
+            if fastest and times and min(times) * (1 - NEARLY) * _saving(policy, rows, unlimited) <= least:
                 continue
-            rows.append(_row(layout, policy, divided, platform, budget))
+            if fastest and any(
+                row.layout == layout and row.makespan_ns and _has_part(policy, row.policy) for row in rows
+            ):
+                continue
+            if policy == "keep_all" and layout in unlimited and _is_enough(platform, capacity, unlimited[layout][1]):
+                rows.append(Found(layout, policy, *unlimited[layout]))
+            else:
+                rows.append(_row(layout, policy, divided, platform, budget, by_part))
             on_row(rows[-1])
     if not fastest:
         for layout, names in _worth_varying(rows, most, divisions(trace) if by_part else ()):
@@ -251,7 +263,7 @@ def search_layouts(
             for policy in names:
                 rows.append(_row(layout, policy, divided, platform, budget))
                 on_row(rows[-1])
-    return LayoutSearch(tuple(rows), len(candidates) - len(fit), len(fit) - tried, kept)
+    return LayoutSearch(tuple(rows), len(candidates) - len(fit), len(fit) - tried, unlimited)
 
 
 def _ranked(
@@ -261,20 +273,19 @@ def _ranked(
     if not estimates:
         return [*layouts]
 
-    def rank(layout: Layout) -> tuple[float, ...]:
-        found = estimates[layout].rank(capacity)
-        return _soon(layout, *found) if is_short else found
+    def rank(layout: Layout, work: float) -> tuple[int, float]:
+        group, time_ns = estimates[layout].rank(capacity)
+        return group, time_ns * layout.micro_batches**work
 
-    first = sorted(layouts, key=rank)
+    first = sorted(layouts, key=lambda layout: rank(layout, LATER_WORK if is_short else 0.0))
+    if is_short and first:
+        soonest = min(first, key=lambda layout: rank(layout, WORK))
+        first.remove(soonest)
+        first.insert(0, soonest)
     return first[:most] + sorted(first[most:], key=lambda layout: estimates[layout].spare(capacity))
 
 
-def _soon(layout: Layout, group: int, time_ns: float) -> tuple[int, float]:
-    """What layouts are ordered by where time is short; see `WORK`."""
-    return group, time_ns * layout.micro_batches**WORK
-
-
-def _saving(policy: str, rows: Sequence[Found], kept: Mapping[Layout, tuple[int, int]]) -> float:
+def _saving(policy: str, rows: Sequence[Found], unlimited: Mapping[Layout, tuple[int, int]]) -> float:
     """How many times as fast as everything kept a policy may be: 1, but for those that save work itself.
 
     These are run in any layout as long as they have fitted none, and then taken to save no more than a little above the
@@ -282,8 +293,13 @@ def _saving(policy: str, rows: Sequence[Found], kept: Mapping[Layout, tuple[int,
     """
     if not load(policy).saves:
         return 1.0
-    found = [kept[row.layout][0] / row.makespan_ns for row in rows if row.policy == policy and row.makespan_ns]
+    found = [unlimited[row.layout][0] / row.makespan_ns for row in rows if row.policy == policy and row.makespan_ns]
     return max(1.0, SAVED * max(found)) if found else float("inf")
+
+
+def _has_part(policy: str, other: str) -> bool:
+    """Whether a policy is a composition of another one with more, which spares memory and no time."""
+    return other in policy.split(" + ")[1:]
 
 
 def _in_turn(
@@ -313,7 +329,7 @@ def _worth_varying(
     for layout, own in by_layout.items():
         for variant in variants(layout, by_part):
             best = min(row.makespan_ns for row in rows if row.makespan_ns is not None)
-            names = [row.policy for row in own if row.hidden_ns < best]
+            names = [row.policy for row in own if row.hidden_ns < best * (1 - NEARLY)]
             if number == most or not names:
                 break
             if variant not in tried:
@@ -360,14 +376,22 @@ def _kept(trace: Trace, platform: Platform) -> tuple[int, int]:
     return log.end, home_peak(log)
 
 
-def _row(layout: Layout, policy: str, trace: Trace, platform: Platform, budget: int | str | None) -> Found:
+def _is_enough(platform: Platform, capacity: int, peak: int) -> bool:
+    """Whether what held at most so much in unlimited memory never waits for any in a capacity, and is the same run."""
+    return peak <= capacity and all(tier.allocator.name == "exact" for tier in platform.tiers)
+
+
+def _row(
+    layout: Layout, policy: str, trace: Trace, platform: Platform, budget: int | str | None, by_part: bool = False
+) -> Found:
+    varied = {*AMONG_REPLICAS, "group"}  # axes of the collectives that its variants have in another way
+    varied |= {"context", "neighbour"} if layout.cp > 1 else set()
+    varied |= {"tensor"} if by_part else set()
     try:
-        summary = simulate(trace, platform, policy, budget=budget).summary()
+        log = simulate(trace, platform, policy, budget=budget).log
     except TiersimError as error:
         return Found(layout, policy, None, 0, str(error).partition("\n")[0])
-    homes = {platform.home(device).name for device in range(trace.devices)}
-    peak = max(size for tier, size in summary["peak_by_tier"].items() if tier in homes)
-    return Found(layout, policy, summary["makespan_ns"], peak, hidden_ns=summary["makespan_ns"] - summary["exposed_ns"])
+    return Found(layout, policy, log.end, home_peak(log), hidden_ns=log.end - exposed_ns(log, varied))
 
 
 def _bytes(budget: int | str) -> int:
@@ -489,21 +513,29 @@ def least_state(trace: Trace, layout: Layout, manages: Collection[str] = ()) -> 
 
     manages: what policies may move or drop, in words of `Policy.manages`; of that a device need hold nothing.
     """
-    role, size = trace.tensor_columns.role, trace.tensor_columns.bytes
-    known = dimensions(trace, layout.by_tokens)
-    divided = known.has[TENSOR] if layout.tp > 1 else frozenset()
-    dealt = known.has[EXPERTS] if layout.ep > 1 else frozenset()
+    parts = kept(trace, "state_by_division", layout.by_tokens, lambda: _by_division(trace, layout.by_tokens))
     total = 0
-    for t in np.flatnonzero((trace.producer < 0) & np.isin(role, PERSISTENT)).tolist():
-        if MANAGED_AS[ROLES[role[t]]] in manages:
+    for (role, is_divided, is_dealt), sizes in parts.items():
+        if MANAGED_AS[role] in manages:
             continue
-        share, same = layout.tp if t in divided else 1, layout.dp * layout.cp
-        if t in dealt and is_of_experts(trace, known.family[t]):
+        share, same = layout.tp if is_divided else 1, layout.dp * layout.cp
+        if is_dealt and layout.ep > 1:
             share, same = share * layout.ep, same // layout.ep
-        if layout.zero == 3 or (layout.zero and ROLES[role[t]] != "weight"):
+        if layout.zero == 3 or (layout.zero and role != "weight"):
             share *= same
-        total += int(size[t]) // share
+        total += int((sizes // share).sum())
     return total // layout.pp
+
+
+def _by_division(trace: Trace, by_tokens: Parts) -> dict[tuple[str, bool, bool], NDArray[np.int64]]:
+    """Bytes of the tensors of the training state, by role and by whether ranks, and replicas, may divide them."""
+    role, size = trace.tensor_columns.role, trace.tensor_columns.bytes
+    known = dimensions(trace, by_tokens)
+    found: dict[tuple[str, bool, bool], list[int]] = {}
+    for t in np.flatnonzero((trace.producer < 0) & np.isin(role, PERSISTENT)).tolist():
+        is_dealt = t in known.has[EXPERTS] and is_of_experts(trace, known.family[t])
+        found.setdefault((ROLES[role[t]], t in known.has[TENSOR], is_dealt), []).append(int(size[t]))
+    return {key: np.array(sizes, np.int64) for key, sizes in found.items()}
 
 
 __all__ = ["Found", "LayoutSearch", "layouts", "least_state", "search_layouts"]

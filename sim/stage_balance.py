@@ -8,8 +8,11 @@ the choice is PipeDream's (`sim.rewrites.stage_partition`), without replicated s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sim.errors import LayoutError
 from sim.hardware.cost import op_times
@@ -26,32 +29,48 @@ from sim.trace.tensor import ROLE_CODE
 UPDATE, FORWARD = PHASE_CODE["update"], PHASE_CODE["forward"]
 
 
-def layer_costs(trace: Trace, machine: Platform, share: int) -> list[LayerCost]:
-    """Of each layer, for a microbatch.
+def costs_by_share(trace: Trace, machine: Platform) -> Callable[[int], list[LayerCost]]:
+    """A function that says what each layer takes for a microbatch.
 
     trace: an iteration on one device, of all samples.
     machine: on which it would run.
-    share: among how many equal replicas, ranks and microbatches its work is divided.
+
+    The function is given among how many equal replicas, ranks and microbatches the work is divided.
     """
     layers = sorted({layer for layer in op_layers(trace).tolist() if layer >= 0})
-    place = parts_of(trace, {layer: i for i, layer in enumerate(layers)})
-    total, phase = op_times(trace, machine).total.tolist(), trace.op_columns.phase
-    launch = [machine.engines[machine.engine_for(0, name)].launch for name in _engines(trace)]
-    time, sent, weights, forward = ([0] * len(layers) for _ in range(4))
-    for op, layer in enumerate(place):
-        if phase[op] != UPDATE:
-            fixed = min(launch[op], total[op])
-            time[layer] += (own := fixed + (total[op] - fixed) // share)
-            forward[layer] += own if phase[op] == FORWARD else 0
-    columns, anywhere = trace.tensor_columns, computed_anywhere(trace)
+    place = np.array(parts_of(trace, {layer: i for i, layer in enumerate(layers)}), np.int64)
+    total, phase = op_times(trace, machine).total.astype(np.int64), trace.op_columns.phase
+    fixed = np.minimum([machine.engines[machine.engine_for(0, name)].launch for name in _engines(trace)], total)
+    columns, anywhere, n = trace.tensor_columns, computed_anywhere(trace), len(layers)
+    weights = [0] * n
+    crossing: list[tuple[int, int]] = []  # of each cut that a tensor crosses the layer before it, and its bytes
     for t, size in enumerate(columns.bytes.tolist()):
         made, readers = int(trace.producer[t]), [op for op in trace.readers(t) if phase[op] == FORWARD]
         if made < 0 and columns.role[t] == ROLE_CODE["weight"] and readers:
             weights[place[readers[0]]] += size
         elif made >= 0 and phase[made] == FORWARD and readers and made not in anywhere:
-            for layer in range(place[made], max(place[op] for op in readers)):
-                sent[layer] += size // share
-    return [LayerCost(*each) for each in zip(time, sent, weights, forward, strict=True)]
+            crossing += ((layer, size) for layer in range(place[made], max(place[op] for op in readers)))
+    cut, sizes = np.array(crossing, np.int64).reshape(-1, 2).T
+
+    def costs(share: int) -> list[LayerCost]:
+        own = fixed + (total - fixed) // share
+        in_forward, trained = phase == FORWARD, phase != UPDATE
+        each = (
+            _sums(place[trained], own[trained], n),
+            _sums(cut, sizes // share, n),
+            weights,
+            _sums(place[in_forward], own[in_forward], n),
+        )
+        return [LayerCost(*layer) for layer in zip(*each, strict=True)]
+
+    return costs
+
+
+def _sums(layer: NDArray[np.int64], values: NDArray[np.int64], layers: int) -> list[int]:
+    """The sum of the values of each layer."""
+    found = np.zeros(layers, np.int64)
+    np.add.at(found, layer, values)
+    return [int(each) for each in found]
 
 
 def balanced(costs: Sequence[LayerCost], machine: Platform, device: Sequence[int], ranks: int = 1) -> tuple[int, ...]:
@@ -102,4 +121,4 @@ def _between(machine: Platform, device: Sequence[int], ranks: int) -> tuple[int,
 
 
 def _engines(trace: Trace) -> list[str]:
-    return [trace.op_columns.engine.get(op, "") for op in range(len(trace.ops))]
+    return [trace.op_columns.engine.get(op, "") for op in range(len(trace.op_columns.name))]

@@ -220,7 +220,7 @@ def test_a_search_that_had_no_time_does_not_say_that_nothing_can_fit(config, pol
     advice = advise(config, "a100_40_pcie", batch=1, policies=policies, jobs=1, seconds=1e-6, **AXES)
     assert advice.best is None
     assert advice.skipped
-    assert "No run ended in the time of the search, so that it is not known what fits." in advice.text()
+    assert "No run ended in the time of the search, so that it is not known what fits (" in advice.text()
     assert "Nothing fits" not in advice.text()
 
 
@@ -872,10 +872,16 @@ def test_an_answer_from_few_of_the_runs_says_so_below_the_choice(config):
     given = advise(config, "a100_40_pcie", batch=4, budget="6 MB", policies=FEW, seconds=60, **AXES)
     assert given.best is not None
     hurried = replace(given, skipped=50, rows=tuple(row for row in given.rows if row is given.best))
-    assert hurried.text().splitlines()[4].startswith("That is the only run that fits so far: 50 runs were left out")
-    assert "only run" not in given.text()
+    line = hurried.text().splitlines()[4]
+    assert line.startswith(
+        "That is the only run that fits so far; what was not run may be faster: 50 runs were left out"
+    )
+    assert hurried.as_dict()["unfinished"] == ["50 runs were left out"]
+    assert "not run" not in given.text()
     ample = advise(config, "a100_40_pcie", batch=4, policies=["keep_all"], seconds=60, **AXES)
-    assert "so far" not in replace(ample, skipped=50).text()  # nothing is faster
+    few = replace(ample, skipped=1, rows=(*ample.rows, {**ample.best, "policy": "dtr", "status": "timed_out"}))
+    assert "so far" not in few.text()  # nothing is faster
+    assert "Not all was run (1 run was left out; 1 run was ended after 50% of the search's time)" in few.text()
 
 
 def test_a_way_is_judged_by_what_copies_beside_it_as_well_as_by_what_recomputes(config):
@@ -903,6 +909,15 @@ def test_what_is_simpler_and_as_fast_within_the_models_error_is_named(config):
                                  ("hybrid", 1.02), ("rotor", 1.2))]  # fmt: skip
     text = replace(given, best=rows[0], rows=tuple(rows)).text()
     assert "Simpler: hybrid, 2 % slower, within the model's own error of 4.3 %." in text
+    assert "; it can't be told from the best, nor can 2 more (within the model's own error of 4.3 %, n = 11)." in (
+        replace(given, best=rows[0], runner_up=rows[1], rows=tuple(rows)).text()
+    )
+    far = replace(given, best=rows[0], runner_up=rows[4], rows=(rows[0], rows[4]))
+    assert "can't be told" not in far.text()
+    other = replace(far, runner_up={**rows[4], "parallel": "dp 2", "samples_per_s": rows[0]["samples_per_s"] / 1.1})
+    assert "can't be told from the best (within the model's own error of 15 %, nine of ten, n = 88)" in other.text()
+    assert {key: bar["rows"] for key, bar in given.as_dict()["error"].items()}["policies"] == 11
+    assert "\nerror, beside published runs: the ratio of two policies' times 4.3 %" in given.text()
     assert "Simpler" not in replace(given, best=rows[3], rows=tuple(rows)).text()
     assert repr(given) == given.text().rstrip()
 

@@ -70,7 +70,7 @@ def test_what_a_policy_moves_proves_nothing_about_what_a_device_must_hold(base: 
 def test_where_time_is_short_few_microbatches_come_before_what_is_hardly_faster() -> None:
     few, many, slow, large = Layout(dp=4), Layout(dp=4, micro_batches=8), Layout(tp=4), Layout(pp=2, dp=2)
     times = {few: 1.2, many: 1.0, slow: 2.0, large: 0.1}
-    estimates = {layout: Estimate(ns, 9 if layout == large else 1, 9) for layout, ns in times.items()}
+    estimates = {layout: Estimate(ns, *((9, 9) if layout == large else (1, 1)), 9) for layout, ns in times.items()}
 
     def order(*, is_short: bool) -> list[Layout]:
         return _ranked(list(times), estimates, 4, 4, is_short=is_short)

@@ -39,7 +39,7 @@ from sim.units import parse_bytes
 __all__ = ["GOALS", "Advice", "Change", "Devices", "Flip", "Question", "State", "advise"]
 
 
-LAYOUTS = 0.4
+LAYOUTS = 0.5
 """The part of the search's time that goes to layouts over several devices."""
 ASIDE = 0.25
 """The part of the search's time that is kept for the reasons: what would change the answer, or make it fit.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,10 @@ from sim.advice.layouts import Devices
 from sim.advice.question import Question
 from sim.advice.reasons import Change, Flip, Least, above
 from sim.advice.state import State
-from sim.advice.trials import SHARE, Row, best, effort, fits, micro_batches, speed
+from sim.advice.trials import SHARE, Row, best, effort, fits, micro_batches, speed, way
 from sim.analysis.pareto import pareto
 from sim.policies import load
-from sim.report.error_bars import policies_error
+from sim.report.error_bars import STATEMENTS, error_bar, error_lines, policies_error, ratio_error
 from sim.report.verdict import difference, does
 from sim.search import most_tried
 from sim.units import format_bytes, format_percent, format_time
@@ -112,6 +112,15 @@ class Advice:
             other = best(row for row in found if row["batch"] == largest)
         return None if other is None or other["batch"] == self.best["batch"] else other
 
+    @property
+    def indistinguishable(self) -> list[Row]:
+        """The other runs at the best batch and budget whose speed the model's own error does not tell from the best."""
+        if self.best is None:
+            return []
+        top = self.best
+        others = {way(row): row for row in self.at_best if way(row) != way(top) and row["budget"] == top["budget"]}
+        return [row for row in others.values() if is_same_speed(top, row)]
+
     def to_frame(self) -> pd.DataFrame:
         """All runs of the search as a DataFrame; nested figures become columns such as `stall_ns.transfer`."""
         import pandas as pd
@@ -136,6 +145,9 @@ class Advice:
             "skipped": self.skipped,
             "stopped": self.stopped,
             "near": self.near,
+            "indistinguishable": [way(row) for row in self.indistinguishable],
+            "unfinished": [*_unfinished(self)],
+            "error": {key: _bar(key, self.question.profile) for key in STATEMENTS},
             "layout": None if self.devices is None else dict(self.question.parallel or {}),
             "verdict": self.text().splitlines(),
         }  # fmt: skip
@@ -148,6 +160,15 @@ class Advice:
         return "\n".join(_verdict(self)) + "\n"
 
 
+def _bar(statement: str, profile: str) -> dict[str, Any]:
+    """The model's own error for one kind of statement, on this machine where enough of it was published."""
+    bar = error_bar(statement)
+    own = bar.by_machine.get(profile)
+    shown = own or bar
+    return {"on": profile if own else None, "rows": shown.rows, "sources": shown.sources, "median": shown.median,
+            "nine_tenths": shown.nine_tenths, "worst": shown.worst}  # fmt: skip
+
+
 def _verdict(advice: Advice) -> list[str]:
     """The lines of the answer."""
     asked, top = advice.question, advice.best
@@ -155,9 +176,9 @@ def _verdict(advice: Advice) -> list[str]:
              _state(advice), *([advice.devices.text()] if advice.devices else []), ""]  # fmt: skip
     if top is None:
         return [*lines, *_nothing(advice), *_end(advice)]
-    lines += [_use(advice, top), *_hurried(advice)]
+    lines += [_use(advice, top), *_short_of_time(advice)]
     if advice.runner_up is not None:
-        lines.append(_next(top, advice.runner_up, asked))
+        lines.append(_next(advice, top, advice.runner_up))
     lines += _simpler(advice, top)
     if advice.near:
         lines.append(f"{advice.near[0].upper()}{advice.near[1:]}.")
@@ -246,13 +267,27 @@ def _use(advice: Advice, top: Row) -> str:
     return f"Use {top['policy']}{at}{on}{goal}: {figures(top)}; {end}"
 
 
-def _next(top: Row, other: Row, asked: Question) -> str:
-    over = 100 * (speed(top) / speed(other) - 1)
+def _next(advice: Advice, top: Row, other: Row) -> str:
+    asked, over = advice.question, 100 * (speed(top) / speed(other) - 1)
     text = "as fast" if abs(over) < 0.05 else f"{format_percent(abs(over) / 100)} {'slower' if over > 0 else 'faster'}"
     peak = other["peak_bytes"] - top["peak_bytes"]
     more = [f"peak {_gb(abs(peak))} {'higher' if peak > 0 else 'lower'}"] if peak else []
     parts = ", ".join([*difference(top, other), *more])
-    return f"Next: {other['policy']}{_divided(other, asked)}, {text}{': ' if parts else ''}{parts}."
+    same = advice.indistinguishable
+    told = (
+        f"; {_runs(len(same)).removesuffix(' was').removesuffix(' were')} can't be told from the best" if same else ""
+    )
+    if is_same_speed(top, other):
+        error, on = ratio_error(layouts=other.get("parallel") != top.get("parallel"))
+        rest = f", nor can {len(same) - 1} more" if len(same) > 1 else ""
+        told = f"; it can't be told from the best{rest} (within the model's own error of {format_percent(error)}, {on})"
+    return f"Next: {other['policy']}{_divided(other, asked)}, {text}{': ' if parts else ''}{parts}{told}."
+
+
+def is_same_speed(top: Row, other: Row) -> bool:
+    """Whether two runs' speeds differ by no more than the model's own error for two policies, or two layouts."""
+    error, _ = ratio_error(layouts=other.get("parallel") != top.get("parallel"))
+    return speed(other) * (1 + error) >= speed(top)
 
 
 def _simpler(advice: Advice, top: Row) -> Iterator[str]:
@@ -272,21 +307,35 @@ def _taken_on(row: Row) -> tuple[int, int]:
     return len(state & set(load(str(row["policy"])).manages)), effort(row)[0]
 
 
-def _is_hurried(advice: Advice) -> bool:
-    """Whether more runs had no time than fit, and the best of those that did is slower than with unlimited memory."""
-    if advice.best is None or above(advice.best, advice.ceiling) < 0.0005:
-        return False
-    return advice.skipped > sum(map(fits, advice.rows))
-
-
-def _hurried(advice: Advice) -> Iterator[str]:
-    fit = sum(map(fits, advice.rows))
+def _short_of_time(advice: Advice) -> Iterator[str]:
+    """Beside the choice: what of the search had no time, which may be faster."""
+    fit = len({(row.get("parallel"), way(row)) for row in filter(fits, advice.rows)} | _of_layouts(advice))
     few = "the only run that fits" if fit == 1 else f"the best of {fit} runs that fit"
+    left = [*_unfinished(advice)]
     if advice.stopped:
         yield f"That is {few} so far: the search was stopped, and what was left out may be faster."
-    elif _is_hurried(advice):
-        left = f"{_runs(advice.skipped)} left out for lack of time"
-        yield f"That is {few} so far: {left}, and may be faster. Give the search more (--seconds)."
+    elif left and advice.best is not None and above(advice.best, advice.ceiling) < 0.0005:
+        yield f"Not all was run ({'; '.join(left)}), but nothing that keeps to the work itself is faster."
+    elif left:
+        yield f"That is {few} so far; what was not run may be faster: {'; '.join(left)} (give it more --seconds)."
+
+
+def _of_layouts(advice: Advice) -> set[tuple[Any, ...]]:
+    """What fitted in the search over layouts, and was not run again."""
+    if advice.devices is None:
+        return set()
+    ran = {(row.get("parallel"), str(row["policy"])) for row in advice.rows}
+    return {(str(row.layout), row.policy) for row in advice.devices.search.fitting} - ran
+
+
+def _unfinished(advice: Advice) -> Iterator[str]:
+    """What of the search had no time, in parts of a sentence."""
+    if advice.skipped:
+        yield f"{_runs(advice.skipped)} left out"
+    if late := sum(row["status"] == "timed_out" for row in advice.rows):
+        yield f"{_runs(late)} ended after {SHARE:.0%} of the search's time"
+    if advice.devices is not None and (left := advice.devices.search.left_out):
+        yield f"{left:,} layouts were left out by an estimate"
 
 
 def _decisive(advice: Advice) -> Iterator[str]:
@@ -328,6 +377,7 @@ def _front(advice: Advice) -> Iterator[str]:
     front = advice.front
     fit = len(advice.at_best)
     few = "The only run that fits:" if fit == 1 else ""
+    few = "The only run that fits in this layout:" if few and _of_layouts(advice) else few
     yield few or f"Of {fit} runs that fit, no other has both less time and a lower peak than these:"
     for row in front[-SHOWN:]:
         name = f"{row['policy']}{_divided(row, advice.question)}"
@@ -337,25 +387,28 @@ def _front(advice: Advice) -> Iterator[str]:
 
 
 def _nothing(advice: Advice) -> Iterator[str]:
-    runs = len({row["policy"] for row in advice.rows})
+    """What is known where nothing fits: of what was run to its end, and what was not."""
+    rows = {str(row["policy"]): row for row in advice.rows if "change" not in row}
+    refused = [name for name, row in rows.items() if row["fits"] is False and row["status"] != "not_applicable"]
+    others = [row for row in rows.values() if row["status"] in ("not_applicable", "failed", "killed")]
+    left = [*_unfinished(advice)]
     if advice.state.exceeds_all:
         yield "Nothing fits, whatever is moved or recomputed: the state alone is more than all memories hold."
-    elif advice.skipped and not advice.changes and all(row["status"] == "timed_out" for row in advice.rows):
-        yield "No run ended in the time of the search, so that it is not known what fits."
+    elif rows and len(others) == len(rows) and not left:
+        why = str(others[0]["error"]).partition("\n")[0]
+        more = f" (nor does any other of {len(rows)})" if len(rows) > 1 else ""
+        yield f"{others[0]['policy']} does not apply: {why}{more}"
         return
-    elif runs and not advice.changes and all(row["status"] in ("not_applicable", "failed") for row in advice.rows):
-        why = str(advice.rows[0]["error"]).partition("\n")[0]
-        yield f"{advice.rows[0]['policy']} does not apply: {why}" + (
-            f" (nor does any other of {runs})" if runs > 1 else ""
-        )
+    elif not refused and left:
+        yield f"No run ended in the time of the search, so that it is not known what fits ({'; '.join(left)})."
         return
-    elif advice.skipped and not advice.changes:
-        alone = f"{advice.rows[0]['policy']}, the only one that was run, does not fit."
-        yield alone if runs == 1 else f"Of {runs} policies and compositions that were run, none fits."
-    elif advice.devices is not None and advice.devices.search.left_out:
-        yield f"Nothing fits in the layouts that were tried: {_policies(runs)} in the best."
-    elif runs:
-        yield f"Nothing fits: {_policies(runs)}."
+    elif left:
+        of = "The one policy that was run" if len(refused) == 1 else f"Nothing of the {len(refused)} policies and"
+        of += " does not fit" if len(refused) == 1 else " compositions that were run to an end fits"
+        yield f"{of}; what else there is is not known: {'; '.join([*left, *_inapplicable(others)])} (--seconds)."
+    elif rows:
+        not_run = [*_inapplicable(others)]
+        yield f"Nothing fits: {_policies(len(refused))}{'; ' if not_run else ''}{'; '.join(not_run)}."
     else:
         why = "moves enough of the state" if not advice.question.exceeds else "splits what is too large"
         yield f"Nothing fits: no policy or composition {why}."
@@ -368,22 +421,30 @@ def _nothing(advice: Advice) -> Iterator[str]:
         least = advice.least
         yield (f"No change helps: even with {least.text} {least.op!r} alone holds {_gb(least.bytes)}, "
                f"and there are {_gb(advice.state.capacity)}.")  # fmt: skip
-    elif not advice.changes:
+    elif not advice.changes and any("change" in row for row in advice.rows):
         yield "None of the changes that were tried makes it fit."
+    elif not advice.changes:
+        why = "they are not looked for over several devices" if advice.devices else "no time was left for them"
+        yield f"No changes of the job were tried: {why}."
+
+
+def _inapplicable(rows: Sequence[Row]) -> Iterator[str]:
+    """What could not be run, in parts of a sentence."""
+    for status, verb in (("not_applicable", "not apply"), ("failed", "not run to an end"), ("killed", "not survive")):
+        if number := sum(row["status"] == status for row in rows):
+            yield f"{number} {'does' if number == 1 else 'do'} {verb}"
 
 
 def _end(advice: Advice) -> Iterator[str]:
     budget, usable = advice.question.budget, advice.question.platform.home(0).capacity
     if budget is not None and budget > usable:
         yield f"the budget of {_gb(budget)} exceeds this machine: what takes more than {_gb(usable)} does not fit on it"
-    if advice.skipped and not (advice.stopped or _is_hurried(advice)):
-        yield f"{_runs(advice.skipped)} left out for lack of time: give the search more (--seconds)"
     if advice.question.steps:
         yield "the batch was not divided into micro-batches: only the function that makes a step knows what one is"
-    late = sum(row["status"] == "timed_out" for row in advice.rows)
-    if late:
-        each = "it" if late == 1 else "each"
-        yield f"{_runs(late)} ended because {each} took more than {SHARE:.0%} of the search's time"
+    if advice.best is not None or advice.changes:
+        also = [*(["layouts"] if advice.devices is not None else []), "peak"]
+        also += ["machines"] if any("profile" in change.options for change in advice.changes) else []
+        yield from error_lines([advice.question.platform], also=also)
 
 
 def _policies(number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +33,11 @@ class Stage:
     bubble_ns: int
 
 
-def stages(log: EventLog) -> tuple[Stage, ...]:
-    """One entry per device of the trace."""
+def stages(log: EventLog, axes: Collection[str] | None = None) -> tuple[Stage, ...]:
+    """One entry per device of the trace.
+
+    axes: of collectives, those whose bytes count as exposed; None for these and what stages send each other.
+    """
     peaks, peer = peak_bytes(log), STALLS.index("peer")
     start, end, why, cause = (log.interval(name) for name in ("start", "end", "why", "cause"))
     table = []
@@ -42,7 +46,7 @@ def stages(log: EventLog) -> tuple[Stage, ...]:
         waits = rows & (why == STALL)
         of_others = waits & (cause == peer)
         busy = total_ns(start[rows & ~waits], end[rows & ~waits])
-        moves = _moves_of(log, device)
+        moves = _moves_of(log, device, axes)
         exposed = overlap_ns((start[moves], end[moves]), (start[of_others], end[of_others]))
         stall = int((end - start)[waits & ~of_others].sum())
         table.append(
@@ -59,18 +63,21 @@ def stages(log: EventLog) -> tuple[Stage, ...]:
     return tuple(table)
 
 
-def _moves_of(log: EventLog, device: int) -> Ints:
-    """Rows of the transfers of groups that a device is a member of."""
+def _moves_of(log: EventLog, device: int, axes: Collection[str] | None) -> Ints:
+    """Rows of the transfers of groups that a device is a member of, or of those along some axes."""
     c = log.trace.op_columns
-    mine = {name for op, name in c.group.items() if c.device[op] == device}
+    mine = {
+        name for op, name in c.group.items()
+        if c.device[op] == device and (axes is None or (op in c.ring and c.ring[op].axis in axes))
+    }  # fmt: skip
     ops, tensor = log.interval("op"), log.interval("tensor")
     rows = np.flatnonzero((log.interval("why") == MOVE) & (tensor < 0))
     return np.array([row for row in rows.tolist() if c.group.get(int(ops[row])) in mine], np.int64)
 
 
-def _several(log: EventLog) -> tuple[Stage, ...]:
+def _several(log: EventLog, axes: Collection[str] | None = None) -> tuple[Stage, ...]:
     """The stages of a trace on several devices, or on one that stands for several; none for a device alone."""
-    return stages(log) if log.trace.devices > 1 or log.trace.op_columns.ring else ()
+    return stages(log, axes) if log.trace.devices > 1 or log.trace.op_columns.ring else ()
 
 
 def _bubble(log: EventLog, _: Reference | None) -> float | None:
@@ -78,8 +85,13 @@ def _bubble(log: EventLog, _: Reference | None) -> float | None:
     return sum(stage.bubble_ns for stage in table) / (len(table) * log.end) if table and log.end else None
 
 
+def exposed_ns(log: EventLog, axes: Collection[str] | None = None) -> int:
+    """Communication that nothing hides, summed over the devices; axes: see `stages`."""
+    return sum(stage.exposed_ns for stage in _several(log, axes))
+
+
 def _exposed(log: EventLog, _: Reference | None) -> int:
-    return sum(stage.exposed_ns for stage in _several(log))
+    return exposed_ns(log)
 
 
 def _exchanged(log: EventLog, _: Reference | None) -> int:

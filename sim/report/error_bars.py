@@ -13,6 +13,14 @@ from importlib.resources import files
 
 from sim.hardware.platform import Platform
 
+STATEMENTS = ("time", "policies", "layouts", "machines", "peak")
+"""Kinds of statement that an answer may make."""
+FURTHER = {
+    "layouts": "the ratio of two layouts' times",
+    "machines": "the ratio of two machines' times",
+    "peak": "a peak",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -50,16 +58,27 @@ def policies_error() -> float:
     return error_bar("policies").worst
 
 
+def ratio_error(*, layouts: bool = False) -> tuple[float, str]:
+    """The error of the ratio of two times on one machine, and what it rests on, for a place behind it.
+
+    layouts: whether two layouts are compared, of which there are many pairs: what nine of ten keep to. Of two policies
+        see `policies_error`.
+    """
+    bar = error_bar("layouts" if layouts else "policies")
+    return (bar.nine_tenths, f"nine of ten, n = {bar.rows}") if layouts else (bar.worst, f"n = {bar.rows}")
+
+
 def measured_on(model_error: float) -> str:
     """What a bar for two policies rests on, for a place behind it; "" where the caller has set another one."""
     bar = error_bar("policies")
     return f", n = {bar.rows}" if model_error == bar.worst else ""
 
 
-def error_lines(platforms: Iterable[Platform] = ()) -> list[str]:
+def error_lines(platforms: Iterable[Platform] = (), *, also: Iterable[str] = ()) -> list[str]:
     """Under a result: the error of the ratio of two policies' times, and that of a time itself.
 
     platforms: of the result; a machine that no published run is of is named, since there the error is not known.
+    also: further statements that the result makes, of `layouts`, `machines` and `peak`.
     """
     ratio, time = error_bar("policies"), error_bar("time")
     names = {p.name: len(p.assumed) for p in platforms}
@@ -73,13 +92,21 @@ def error_lines(platforms: Iterable[Platform] = ()) -> list[str]:
     (only,) = names if len(names) == 1 else ("",)
     own = time.by_machine.get(only)
     shown, where = (own, f" on {only}") if own else (time, "")
+    more = "".join(map(_further, also))
     return [
         f"error, beside published runs: the ratio of two policies' times {_percent(ratio.worst)} (the worst of n = "
         f"{ratio.rows} pairs of {ratio.sources} sources); a time itself {_percent(shown.nine_tenths)} in nine of ten "
-        f"(n = {shown.rows}{where}, {shown.sources} sources, worst {_percent(shown.worst)}); assumed figures come on "
-        "top",
+        f"(n = {shown.rows}{where}, {shown.sources} sources, worst {_percent(shown.worst)}){more}; assumed "
+        "figures come on top",
         *caution,
     ]
+
+
+def _further(statement: str) -> str:
+    """The error of one more kind of statement, behind others."""
+    bar = error_bar(statement)
+    of_ten = f"{_percent(bar.nine_tenths)} in nine of ten (n = {bar.rows}, worst {_percent(bar.worst)})"
+    return f"; {FURTHER[statement]} {of_ten}"
 
 
 def _percent(fraction: float) -> str:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise, product
 from math import comb
+from typing import Any
 
 from sim.errors import TraceError
 
@@ -150,17 +151,29 @@ def shared(layers: Sequence[LayerCost], device: Sequence[int], rate: int, hops: 
     times, sent = [0, *accumulate(each.time for each in layers)], [0, *map(_there_and_back, layers)]
     held = [[q for q in range(parts) if device[q] == d] for d in sorted(set(device))]
 
-    def slowness(sizes: Sequence[int]) -> tuple[object, ...]:
-        """The slowest device's time, how many take it, the slowest part's, and those of all others."""
+    handing = [[q for q in own if q + 1 < parts and q + 1 not in own] for own in held]
+
+    def slowness(sizes: Sequence[int], most: Scaled | None = None) -> tuple[Any, ...]:
+        """The slowest device's time, how many take it, the slowest part's, and those of all others.
+
+        most: where the slowest device takes longer, the rest is not asked for.
+        """
         ends = [0, *accumulate(sizes)]
-        each = [of_device(d, ends) for d in held]
+        each = [of_device(d, ends) for d in range(len(held))]
         slowest = max(each)
+        if most is not None and slowest > most:
+            return (slowest,)
         own = [times[end] - times[start] for start, end in pairwise(ends)]
         return slowest, each.count(slowest), max(own), sorted(each, reverse=True), sorted(own, reverse=True)
 
-    def of_device(parts_of: Sequence[int], ends: Sequence[int]) -> Scaled:
-        handed = sum(slower[q] * sent[ends[q + 1]] for q in parts_of if q + 1 < parts and q + 1 not in parts_of)
-        return max(sum(times[ends[q + 1]] - times[ends[q]] for q in parts_of) * rate, handed)
+    def of_device(d: int, ends: Sequence[int]) -> Scaled:
+        handed: Scaled = 0
+        for q in handing[d]:
+            handed += slower[q] * sent[ends[q + 1]]
+        own = 0
+        for q in held[d]:
+            own += times[ends[q + 1]] - times[ends[q]]
+        return max(own * rate, handed)
 
     def moved(sizes: tuple[int, ...], givers: Iterable[int]) -> Iterator[tuple[int, ...]]:
         """All ways to have a layer less in one of these parts and one more in another."""
@@ -171,7 +184,7 @@ def shared(layers: Sequence[LayerCost], device: Sequence[int], rate: int, hops: 
     def neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         ends = [0, *accumulate(sizes)]
         yield from moved(sizes, sorted(range(parts), key=lambda q: times[ends[q]] - times[ends[q + 1]]))
-        of_slowest = max(held, key=lambda own: of_device(own, ends))
+        of_slowest = held[max(range(len(held)), key=lambda d: of_device(d, ends))]
         if len(of_slowest) * parts**3 <= TWO_MOVES:
             for each in moved(sizes, of_slowest):
                 yield from moved(each, range(parts))
@@ -179,8 +192,13 @@ def shared(layers: Sequence[LayerCost], device: Sequence[int], rate: int, hops: 
     def descent(sizes: tuple[int, ...]) -> tuple[tuple[object, ...], tuple[int, ...]]:
         best: tuple[int, ...] | None = sizes
         while best is not None:
-            sizes, least = best, slowness(best)
-            best = next((each for each in neighbours(sizes) if slowness(each) < least), None)
+            sizes, least, tried = best, slowness(best), {best}
+            best = None
+            for each in neighbours(sizes):
+                if each not in tried and slowness(each, least[0]) < least:
+                    best = each
+                    break
+                tried.add(each)
         return least, sizes
 
     if comb(n - 1, parts - 1) <= ALL:

@@ -28,14 +28,16 @@ which DeepSpeed does not divide; here they are gathered with the next large one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from sim.rewrites.batching import sent
 from sim.rewrites.holding import points, with_releases
-from sim.rewrites.rewriter import Rewriter, slice_of
+from sim.rewrites.rewriter import Ints, Rewriter, slice_of
 from sim.trace.graph import Trace
 from sim.trace.layers import layer_runs
 from sim.trace.op import PHASE_CODE, Op, Ring
@@ -140,6 +142,7 @@ class _Sharding:
         self.copied: set[int] = set()  # the ops among them that have been written
         self.parts = self._sharded()
         self.ids: list[int] = []
+        self.new_ids = np.zeros(0, np.int64)
         self.whole: dict[int, int] = {}
         self.held: list[tuple[int, int]] = []
 
@@ -208,11 +211,15 @@ class _Sharding:
                 self.ids.append(self.new.tensor(t, part, name=f"{t.name}.shard", bytes=size, shape=shape))
             else:
                 self.ids.append(self.new.tensor(t))
+        self.new_ids = np.array(self.ids, np.int64)
         for t in self.tensors:
             if t.replaces is not None and (t.id in self.parts) == (t.replaces in self.parts):
                 self.new.builder.take_over(self.ids[t.id], self.ids[t.replaces])
         gathers, starts = self._gathers()
-        for op in self.ops:
+        copy, copied = self.new.run_copier(), 0
+        for op in self._changed(gathers, starts):
+            self._copy_between(copied, op.id, copy)
+            copied = op.id + 1
             for gather in starts.get(op.id, ()):
                 self._gather(gather, op)
             of = gathers.get(op.id)
@@ -223,11 +230,36 @@ class _Sharding:
                 self.held += [(of.whole[t], self.new.op_count - 1) for t in of.unread]
                 if of.parts:
                     self._leave_parts(of, op)
+        self._copy_between(copied, len(self.ops), copy)
         ids = {**dict(enumerate(self.ids)), **self.whole}
         carry = [(ids[a], ids[b]) for a, b in self.trace.carry]
         outputs = [ids[t] for t in self.trace.outputs]
         new = self.new.build(outputs=outputs, carry=carry, group=self.group if self.level == 3 else 1)
         return with_releases(new, [*points(new), *self.held]) if self.held else new
+
+    def _changed(self, gathers: Mapping[int, _Gather], starts: Mapping[int, Sequence[_Gather]]) -> list[Op]:
+        """The ops that are not merely copied: of parts, of the update, collectives, and where something is gathered."""
+        c, count = self.trace.op_columns, len(self.ops)
+        is_part = np.zeros(len(self.tensors), np.bool_)
+        is_part[list(self.parts)] = True
+        changed = c.phase == UPDATE
+        sums = (op for op, ring in c.ring.items() if ring.axis in AMONG_REPLICAS)
+        changed[[*sums, *starts, *(at for each in gathers.values() for at in (each.first, each.last))]] = True
+        for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids)):
+            changed[np.repeat(np.arange(count), np.diff(start))[is_part[ids]]] = True
+        return [self.ops[op] for op in np.flatnonzero(changed).tolist()]
+
+    def _copy_between(self, first: int, stop: int, copy: Callable[[Ints, Ints, Ints, int], None]) -> None:
+        """Copy the ops from one to before another, a run per device."""
+        c, new = self.trace.op_columns, self.new_ids
+        device = c.device[first:stop]
+        for run in np.split(np.arange(first, stop), np.flatnonzero(np.diff(device)) + 1):
+            if len(run):
+                reads, writes = (
+                    new[ids[start[run[0]] : start[run[-1] + 1]]]
+                    for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids))
+                )
+                copy(run, reads, writes, int(c.device[run[0]]))
 
     def _add(self, op: Op, gather: _Gather | None) -> None:
         """An op over parts, over gathered weights, or as it is."""
