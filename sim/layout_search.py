@@ -57,6 +57,7 @@ from sim.layout import (
 from sim.layout_estimate import Estimate, Estimator
 from sim.policies import load
 from sim.policies.traits import MANAGED_AS
+from sim.report.error_bars import ratio_error
 from sim.rewrites.dimensions import TENSOR, dimensions
 from sim.rewrites.experts import EXPERTS, is_of_experts
 from sim.rewrites.layer_parts import ATTENTION, PARTS, LayerPart, layer_parts
@@ -144,6 +145,15 @@ class LayoutSearch:
     def runner_up(self) -> Found | None:
         """The fastest with another layout than the best."""
         return next((row for row in self.fitting if self.best and row.layout != self.best.layout), None)
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the runner-up is slower by no more than the model's own error for two layouts."""
+        best, other = self.best, self.runner_up
+        if best is None or other is None:
+            return False
+        error, _ = ratio_error(layouts=True)
+        return (other.makespan_ns or 0) <= (best.makespan_ns or 0) * (1 + error)
 
     @property
     def front(self) -> list[Found]:

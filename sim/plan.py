@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -253,9 +254,15 @@ class Plan:
     unpressed: Unpressed | None = None
 
     def __post_init__(self) -> None:
-        # what has been replayed is not replayed again, so whoever made the lists must not change them in a plan
+        # what has been replayed is not replayed again, and a plan may stand for many runs: nobody changes one
         object.__setattr__(self, "actions", counted(self.actions, len(self.trace.op_columns.name)))
-        object.__setattr__(self, "place", dict(self.place))
+        object.__setattr__(self, "place", MappingProxyType(dict(self.place)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "place": dict(self.place)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, place=MappingProxyType(state["place"]))
 
     def __repr__(self) -> str:
         kinds = Counter(type(action).__name__ for action in self.actions)

@@ -424,7 +424,12 @@ def test_a_search_on_the_command_line(capsys, tmp_path) -> None:
     words += ["--global-batch", "2", "--policies", "keep_all", "--most", "2"]
     code, out, _ = tiersim(*words, "--json", capsys=capsys)
     assert code == 0
-    assert json.loads(out)["best"]["policy"] == "keep_all"
+    found = json.loads(out)
+    assert found["best"]["policy"] == "keep_all"
+    assert found["indistinguishable"] == (found["runner_up"]["makespan_ns"] <= 1.153 * found["best"]["makespan_ns"])
+    assert found["error"]["layouts"]["rows"] == 88
     code, out, _ = tiersim(*words, capsys=capsys)
     assert out.startswith("best")
     assert "left out by an estimate" in out
+    assert ("not told from the best" in out) == found["indistinguishable"]
+    assert "the ratio of two layouts' times 15 % in nine of ten" in out

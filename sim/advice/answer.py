@@ -14,7 +14,7 @@ from sim.advice.state import State
 from sim.advice.trials import SHARE, Row, best, effort, fits, micro_batches, speed, way
 from sim.analysis.pareto import pareto
 from sim.policies import load
-from sim.report.error_bars import STATEMENTS, error_bar, error_lines, policies_error, ratio_error
+from sim.report.error_bars import error_lines, policies_error, ratio_error, statement_errors
 from sim.report.verdict import difference, does
 from sim.search import most_tried
 from sim.units import format_bytes, format_percent, format_time
@@ -147,7 +147,7 @@ class Advice:
             "near": self.near,
             "indistinguishable": [way(row) for row in self.indistinguishable],
             "unfinished": [*_unfinished(self)],
-            "error": {key: _bar(key, self.question.profile) for key in STATEMENTS},
+            "error": statement_errors(self.question.profile),
             "layout": None if self.devices is None else dict(self.question.parallel or {}),
             "verdict": self.text().splitlines(),
         }  # fmt: skip
@@ -158,15 +158,6 @@ class Advice:
     def text(self) -> str:
         """The answer in words."""
         return "\n".join(_verdict(self)) + "\n"
-
-
-def _bar(statement: str, profile: str) -> dict[str, Any]:
-    """The model's own error for one kind of statement, on this machine where enough of it was published."""
-    bar = error_bar(statement)
-    own = bar.by_machine.get(profile)
-    shown = own or bar
-    return {"on": profile if own else None, "rows": shown.rows, "sources": shown.sources, "median": shown.median,
-            "nine_tenths": shown.nine_tenths, "worst": shown.worst}  # fmt: skip
 
 
 def _verdict(advice: Advice) -> list[str]:

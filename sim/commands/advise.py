@@ -227,9 +227,14 @@ def search(ctx: typer.Context, **options: Any) -> None:
 
     The fastest that fits so many devices, the runner-up, and the Pareto front.
     """
+    from sim.hardware.profile import load_profile
     from sim.layout_search import SEARCHED, LayoutSearch, search_layouts
     from sim.outputs import to_json
+    from sim.report.error_bars import error_lines, ratio_error, statement_errors
+    from sim.units import format_percent
     from workloads.stacks import after_division
+
+    figures = overrides(options["set_"]) or None
 
     given = {
         **options,
@@ -256,7 +261,7 @@ def search(ctx: typer.Context, **options: Any) -> None:
             budget=options["budget"],
             most=options["most"],
             schedules=SEARCHED if options["schedules"] is None else options["schedules"].split(","),
-            overrides=overrides(options["set_"]) or None,
+            overrides=figures,
             kernels=kernels,
             by_part=options["by_part"],
             on_row=note,
@@ -269,13 +274,16 @@ def search(ctx: typer.Context, **options: Any) -> None:
         chosen = {"best": found.best, "runner_up": found.runner_up}
         values: dict[str, Any] = {key: row.as_dict() if row else None for key, row in chosen.items()}
         values |= {"front": [row.as_dict() for row in found.front], "rows": [row.as_dict() for row in found.rows]}
-        answer(to_json({**values, "cannot_fit": found.cannot_fit, "left_out": found.left_out}))
+        values |= {"cannot_fit": found.cannot_fit, "left_out": found.left_out, "stopped": stopped}
+        answer(to_json({**values, "indistinguishable": found.is_close, "error": statement_errors(options["profile"])}))
         if stopped:
             _say_stopped(len(rows), "runs")
     else:
         print("best       ", found.best or "nothing fits")
         if found.runner_up:
-            print("runner-up  ", found.runner_up)
+            error, on = ratio_error(layouts=True)
+            told = f" (not told from the best: the model's own error is {format_percent(error)}, {on})"
+            print("runner-up  ", f"{found.runner_up}{told if found.is_close else ''}")
         for row in found.front[1:]:
             print("less memory", row)
         if stopped:
@@ -284,6 +292,9 @@ def search(ctx: typer.Context, **options: Any) -> None:
             f"{len(found.rows)} runs; {found.cannot_fit} layouts cannot hold their training state; "
             f"{found.left_out} left out by an estimate of their time (--most)"
         )
+        if found.best is not None:
+            for line in error_lines([load_profile(options["profile"], overrides=figures)], also=["layouts", "peak"]):
+                print(line)
     if found.best is None:
         raise typer.Exit(1)
 

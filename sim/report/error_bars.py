@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from sim.hardware.platform import Platform
 
@@ -66,6 +67,18 @@ def ratio_error(*, layouts: bool = False) -> tuple[float, str]:
     """
     bar = error_bar("layouts" if layouts else "policies")
     return (bar.nine_tenths, f"nine of ten, n = {bar.rows}") if layouts else (bar.worst, f"n = {bar.rows}")
+
+
+def statement_errors(profile: str) -> dict[str, dict[str, Any]]:
+    """The error of each kind of statement as JSON values, on this machine where enough of it was published."""
+    return {statement: _as_dict(error_bar(statement), profile) for statement in STATEMENTS}
+
+
+def _as_dict(bar: Bar, profile: str) -> dict[str, Any]:
+    own = bar.by_machine.get(profile)
+    shown = own or bar
+    keys = ("rows", "sources", "median", "nine_tenths", "worst")
+    return {"on": profile if own else None, **{key: getattr(shown, key) for key in keys}}
 
 
 def measured_on(model_error: float) -> str:
