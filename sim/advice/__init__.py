@@ -185,7 +185,8 @@ def _answer(asked: Question, state: State, rows: Sequence[Row], trials: Trials) 
     """The best of the rows by the goal, and the reasons."""
     winner = _winner(asked, rows)
     if winner is None:
-        is_known = asked.parallel is None and (rows or not trials.skipped)  # else nothing has been run
+        is_tried = rows or not trials.skipped or asked.exceeds  # else nothing is known yet
+        is_known = asked.parallel is None and is_tried
         found, least = changes(asked, trials) if is_known else ([], None)
         return Advice(asked, state, tuple(rows), None, None, ceiling(asked), changes=tuple(found), least=least,
                       skipped=trials.skipped, elapsed_s=trials.used_s)  # fmt: skip

@@ -391,8 +391,10 @@ def _nothing(advice: Advice) -> Iterator[str]:
         yield f"{others[0]['policy']} does not apply: {why}{more}"
         return
     elif not refused and left:
-        yield f"No run ended in the time of the search, so that it is not known what fits ({'; '.join(left)})."
-        return
+        unknown = "No run ended in the time of the search, so that it is not known what fits"
+        yield f"{unknown} ({'; '.join(left)}): give it more (--seconds)."
+        if not (advice.changes or advice.question.exceeds):
+            return
     elif left:
         of = "The one policy that was run" if len(refused) == 1 else f"Nothing of the {len(refused)} policies and"
         of += " does not fit" if len(refused) == 1 else " compositions that were run to an end fits"
