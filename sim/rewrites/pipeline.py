@@ -14,7 +14,7 @@ from sim.rewrites.rewriter import Rewriter
 from sim.rewrites.schedules import DIVIDED, SCHEDULES, Unit, device_of, unit_orders
 from sim.rewrites.slots import Slot, initial_weights, parameters_of, split_updates
 from sim.rewrites.steps import Version, consecutive_steps, updated
-from sim.rewrites.tied_weights import with_copies
+from sim.rewrites.tied_weights import with_copies, with_kept_terms
 from sim.trace.columns import slots_of
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.layers import op_layers
@@ -94,6 +94,8 @@ def pipeline(
         split, which, versions = consecutive_steps(trace, micro_batches, _behind(trace, base_part, stages))
     else:
         on = [device_of(q, stages, schedule) for q in range(parts)]
+        if not dealt and experts == 1:
+            trace, base_part = with_kept_terms(trace, base_part, _sums_over_devices(trace, [on[q] for q in base_part]))
         sums = [] if dealt or experts > 1 else _sums_over_devices(trace, [on[q] for q in base_part])
         trace, base_part, late, once = with_copies(trace, base_part, on, sums)
         replicas: dict[str, Any] = {"experts": experts, "once": once, "buckets": buckets, "apart": base_part}

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sim.rewrites.batching import sent
-from sim.rewrites.rewriter import Rewriter, slice_of
+from sim.rewrites.rewriter import GLUE, Rewriter, slice_of
 from sim.rewrites.slots import OPTIMIZER, initial_weights, parameters_of, slots_of
 from sim.trace.graph import PERSISTENT, Trace
-from sim.trace.op import PHASE_CODE, Op, Ring
-from sim.trace.origin import Expr, Same, Slots
+from sim.trace.op import KINDS, PHASE_CODE, Op, Ring
+from sim.trace.origin import Expr, Fused, Same, Slots
 
 BACKWARD, UPDATE = PHASE_CODE["backward"], PHASE_CODE["update"]
 
@@ -35,6 +35,49 @@ class Tied(NamedTuple):
     part: list[int]
     late: frozenset[int]
     sums: list[int]
+
+
+def with_kept_terms(trace: Trace, part: Sequence[int], sums: Collection[int]) -> tuple[Trace, list[int]]:
+    """The trace with terms of gradients in the type in which gradients are kept, and the part of every op.
+
+    Megatron-LM's hook adds what each stage computes to a gradient in fp32, and the stages sum these.
+
+    part: the part of the model of every op. sums: ops of backward that add up gradients of several devices, or follow
+    from such sums alone. Where one that adds is read by one that converts its result alone, each term is converted, and
+    they are added in that type.
+    """
+    c, size = trace.op_columns, trace.tensor_columns.bytes
+    kept: dict[int, int] = {}
+    for add in sums:
+        readers = trace.readers(trace.writes(add)[0])
+        if len(trace.reads(add)) > 1 and len(readers) == 1 and readers[0] in sums:
+            (total,), (then,) = trace.writes(add), readers
+            if KINDS[c.kind[then]] == "copy" and [size[t] > size[total] for t in trace.writes(then)] == [True]:
+                kept[add] = then
+    if not kept:
+        return trace, list(part)
+    new, at, converting = Rewriter(trace), list[int](), frozenset(kept.values())
+    ids = new.all_tensors({trace.writes(op)[0] for op in kept})
+    for op in trace.ops:
+        if op.id in converting:
+            continue
+        if op.id not in kept:
+            new.op(op, reads=[ids[t] for t in op.reads], writes=[ids[t] for t in op.writes])
+            at.append(part[op.id])
+            continue
+        converts = trace.ops[kept[op.id]]
+        like, terms = trace.tensors[converts.writes[0]], list[int]()
+        for i, t in enumerate(op.reads, 1):
+            name = trace.tensors[t].name
+            terms.append(new.tensor(like, Same(t), name=f"{name}.main"))
+            new.op(converts, GLUE, name=f"{converts.name}.{i}", reads=[ids[t]], writes=[terms[-1]])
+            at.append(part[trace.producer[t]])
+        touched = None if op.bytes is None else sum(map(new.builder.bytes_of, terms)) + like.bytes
+        both, writes = Fused((Same(op.id), Same(converts.id))), [ids[t] for t in converts.writes]
+        new.op(op, both, reads=terms, writes=writes, dtype=converts.dtype, bytes=touched)
+        at.append(part[op.id])
+    outputs = [ids[t] for t in trace.outputs]
+    return new.build(outputs=outputs, carry=[(ids[a], ids[b]) for a, b in trace.carry]), at
 
 
 def with_copies(trace: Trace, part: Sequence[int], device: Sequence[int], sums: Collection[int]) -> Tied:
@@ -236,4 +279,4 @@ class _Copying:
         self.new.op(op, stands_for, reads=known, writes=[own[t] for t in writes], **changes)
 
 
-__all__ = ["Tied", "with_copies"]
+__all__ = ["Tied", "with_copies", "with_kept_terms"]

@@ -31,7 +31,8 @@ values `sim.rewrites.identities` says. Only the following is taken for granted:
 - What one member of a group (send and receive, a collective) reads, all members read. A collective may stand for an op
   that only adds, and put the sum in the place of what it reads.
 - A code in a format of `sim.rewrites.codecs` is lossless or lossy as that format is, and has that many bytes; any
-  other lossless one is not smaller than `LEAST_CODE`.
+  other lossless one is not smaller than `LEAST_CODE`. What is held in a wider floating-point type has as many times the
+  bytes.
 - The backward of a function of `SUFFICES` may find, instead of what forward saved, the code that suffices for it.
 - An update that writes a 16-bit weight from its fp32 master (`sim.rewrites.masters`) need not find the old weight.
 - A tensor has the role of the tensor it stands for, unless it is a copy. A base op overwrites in place only what it
@@ -85,6 +86,8 @@ from sim.trace.tensor import ROLES
 
 OF_A_REPLICA = ("tensor", "context", "neighbour")
 """Axes along which ranks divide the work of one replica."""
+WIDER = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+"""Bytes of the floating-point types of which each, but for the first two, has all values of those before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ class _Check:
         trace, names = self.trace, self.trace.tensor_columns.name
         for t, size in enumerate(trace.tensor_columns.bytes.tolist()):
             least, exact = self.known.size(self.claims[t])
-            if size < least or (exact and size > least):
+            if (size < least or (exact and size > least)) and size != least * self.times_as_wide(t):
                 self.report("wrong", "", names[t], f"tensor {names[t]!r} has {size} bytes, not {least}")
         for t in np.flatnonzero(trace.producer < 0).tolist():
             for leaf in leaves(self.claims[t]):
@@ -229,6 +232,14 @@ class _Check:
         for axis in (ring.axis,) if ring is not None else ranks:
             every = [self.origin.of_rank(claim, r, axis) for claim in every for r in range(ranks[axis])]
         return every if self.of_tensors is self.claims else [resolved(claim) for claim in every]
+
+    def times_as_wide(self, t: int) -> int:
+        """How often the type of what a tensor stands for goes into its own, which loses nothing; 0 where it does."""
+        claim, dtype, of_base = _inmost(self.claims[t]), self.trace.tensor_columns.dtype, self.base.tensor_columns.dtype
+        if not isinstance(claim, Same):
+            return 0
+        own, base = (WIDER.get(each, 0) for each in (dtype[t], of_base[claim.id]))
+        return own // base if own > base > 0 else 0
 
     def check_formats(self) -> None:
         """A code in a known format loses what that format loses."""

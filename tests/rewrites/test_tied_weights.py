@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -60,14 +61,20 @@ def test_the_first_and_the_last_stage_have_the_weight_and_its_states(
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_the_two_sum_their_gradients_once_in_place(dp: int) -> None:
-    """An all-reduce of two sends as many bytes as the gradient has; the peak of neither holds a term of the other."""
-    trace, platform = lay_out(step(), "a100_80_sxm", {"pp": 2, "dp": dp, "micro_batches": 4 // dp})
+@pytest.mark.parametrize(("precision", "width"), [("mixed_bf16", 2), ("megatron_bf16", 4)])
+def test_the_two_sum_their_gradients_once_in_place(dp: int, precision: str, width: int) -> None:
+    """An all-reduce of two sends as many bytes as the gradient has; the peak of neither holds a term of the other.
+
+    Megatron-LM's gradients are kept in fp32, to which each microbatch is added.
+    """
+    trace, platform = lay_out(step(precision), "a100_80_sxm", {"pp": 2, "dp": dp, "micro_batches": 4 // dp})
     members = [op for op in trace.ops if op.kind == "collective" and op.ring is None]
     assert [(op.device, op.bytes, len(op.reads), op.phase) for op in members] == [
-        (0, 2 * SIZE, 1, "backward"),
-        (1, 2 * SIZE, 1, "backward"),
+        (0, width * SIZE, 1, "backward"),
+        (1, width * SIZE, 1, "backward"),
     ]
+    added = sorted((op.device, len(op.reads)) for op in trace.ops if op.name.startswith("wte.weight.grad.main"))
+    assert added == [(stage, 1 + (k > 0)) for stage in (0, 1) for k in range(4 // dp) if width == 4]
     assert len({op.group for op in members}) == 1
     assert all(trace.tensors[op.writes[0]].replaces == op.reads[0] for op in members)
     rings = [op for op in trace.ops if op.ring is not None and "wte.weight" in op.name]
@@ -108,3 +115,17 @@ def test_a_stage_that_takes_its_own_term_for_the_sum_is_wrong() -> None:
     trace, _ = lay_out(step(), "a100_80_sxm", {"pp": 2, "micro_batches": 2})
     alone = {op: name for op, name in trace.op_columns.group.items() if not name.endswith("all_reduce")}
     assert what(rebuilt(trace, group=alone), step()) == {"wrong", "repeated"}
+
+
+def test_more_bytes_than_a_gradient_has_are_wrong_but_in_a_wider_type() -> None:
+    base = step("megatron_bf16")
+    trace, _ = lay_out(base, "a100_80_sxm", {"pp": 2, "micro_batches": 2})
+    kept = [t.id for t in trace.tensors if t.name.startswith("wte.weight.grad.part.main")]
+    types = ["bf16" if t in kept else dtype for t, dtype in enumerate(trace.tensor_columns.dtype)]
+    columns = replace(trace.tensor_columns, dtype=tuple(types))
+    narrow = Trace(
+        columns, trace.op_columns, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, origin=trace.origin
+    )
+    assert kept
+    assert what(trace, base) == {"repeated"}
+    assert what(narrow, base) == {"wrong", "repeated"}
