@@ -78,6 +78,9 @@ class Layout:
         (`sim.rewrites.ring_attention`); else those of all tokens are gathered before.
     zero: of the training state, which is the same for all replicas and ranks of `cp`, what each keeps only its part
         of: 0 nothing, 1 the optimizer states, 2 the gradients too, 3 the weights too.
+    shard_within: of the replicas, how many next to each other (a node's) divide the training state by `zero`; parts of
+        gradients are summed over those in other groups: hybrid sharding, PyTorch FSDP's HYBRID_SHARD. 1 is as `zero` 0;
+        0: all replicas.
     reshard: at level 3, whether gathered weights are freed after forward and gathered again for backward.
     reshard_to: at level 3, among how many replicas next to each other weights that forward has used stay divided, until
         backward has gathered them from these: FSDP2's `reshard_after_forward` as a number. 0: all replicas.
@@ -127,6 +130,7 @@ class Layout:
     gathered: str = "layer"
     keep_gathered: bool = False
     sum_each: bool = False
+    shard_within: int = 0
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -148,6 +152,7 @@ class Layout:
                 f"reshard: only weights that zero 3 divides are gathered, zero is {self.zero}; nearest: 3"
             )
         self._check_reshard_to()
+        self._check_shard_within()
         self._check_exchanges()
         self._check_division_of_layers()
         if self.dp % self.ep:
@@ -236,6 +241,29 @@ class Layout:
             raise LayoutError(
                 f"reshard_to: {self.reshard_to} does not divide the {self.dp} replicas of dp into several groups of "
                 f"several; nearest: {nearest}"
+            )
+
+    def _check_shard_within(self) -> None:
+        """Raise LayoutError for groups of replicas that cannot divide the training state."""
+        if self.shard_within == 0 and self.shard_within is not False:
+            return
+        _positive("shard_within", self.shard_within)
+        for is_wrong, what, instead in (
+            (self.zero == 0, "replicas divide nothing at zero 0", "zero 1"),
+            (self.ep > 1, f"not with experts that {self.ep} replicas divide", "ep 1"),
+            (self.reshard_to, "groups of reshard_to are of all replicas that divide weights", "reshard_to 0"),
+        ):
+            if is_wrong:
+                raise LayoutError(f"shard_within: {what}; nearest: {instead}")
+        if self.dp % self.shard_within:
+            nearest = nearest_divisor(self.dp, self.shard_within)
+            raise LayoutError(
+                f"shard_within: {self.shard_within} does not divide the {self.dp} replicas of dp; nearest: {nearest}"
+            )
+        if self.shard_within == 1 < self.cp and self.dp > 1:
+            least = next(n for n in range(2, self.dp + 1) if self.dp % n == 0)
+            raise LayoutError(
+                f"shard_within: ranks that divide tokens divide the state, too, with replicas; nearest: {least}"
             )
 
     def _check_exchanges(self) -> None:
@@ -422,14 +450,17 @@ def _laid_out(
     trace = in_order(trace, layout.ep) if layout.ep > 1 and experts_in_turn(trace) else trace
     trace = trace if kernels is None else kernels(trace)
     trace = trace if layout.barrier else updates_by_layer(trace)
-    dealt = layout.zero > 1 and layout.dp * layout.cp > 1
+    within = layout.shard_within % layout.dp  # 0 where all replicas divide the state
+    level = layout.zero if layout.shard_within != 1 or layout.dp == 1 else 0
+    dealt = level > 1 and layout.dp * layout.cp > 1
     replicas: dict[str, Any] = {"ranks": layout.dp, "dealt": dealt, "experts": layout.ep, "buckets": layout.buckets}
     replicas |= {"parts": layout.parts, "own_statistics": True}
     divided = pipeline(trace, table, layout.micro_batches, layout.schedule, layout.chunks, **replicas)
     axes: dict[str, Any] = {"tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
     axes |= {"group": layout.reshard_to or 1, "neighbours": layout.ring_attention}
+    axes |= {"shards": within or 1}
     gathers = layout.prefetch, layout.reshard_to or 1, layout.gathered
-    sharded = shard(divided, layout.dp, layout.zero, layout.reshard, *gathers)
+    sharded = shard(divided, layout.dp, level, layout.reshard, *gathers, within)
     sharded = gradient_buffers(sharded) if layout.gradient_buffer else sharded
     sharded = bucket_copies(sharded) if layout.bucket == DDP and layout.barrier else sharded
     sharded = sharded if layout.barrier else without_barrier(sharded)

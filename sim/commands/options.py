@@ -184,6 +184,14 @@ LAYOUT = (
         None,
     ),
     Option(
+        "shard_within",
+        Annotated[
+            int | None,
+            typer.Option(help="with --zero: replicas (a node's) that divide it, as FSDP's HYBRID_SHARD; default: all"),
+        ],
+        None,
+    ),
+    Option(
         "reshard",
         Annotated[
             bool | None,

@@ -51,19 +51,20 @@ def placed(
     context: int = 1,
     group: int = 1,
     neighbours: bool = False,
+    shards: int = 1,
 ) -> Platform:
     """The machine with a device per stage and, where each stands for several, a link for the network among its ranks.
 
     platform: one node. Its own devices are used as they are where they suffice.
     ranks: replicas. tensor, context: ranks among which the layers and the tokens of each are divided. experts: replicas
         that divide experts. group: replicas that keep gathered weights together. neighbours: whether ranks of `context`
-        send to the next one, too.
+        send to the next one, too. shards: replicas that divide the training state, where not all of them do.
 
     Raises LayoutError where the platform states no links inside the node, or no network, and needs them.
     """
     if ranks * tensor * context == 1 and stages <= platform.devices:
         return platform
-    return _Placement(platform, stages, ranks, tensor, experts, context, group, neighbours).platform()
+    return _Placement(platform, stages, ranks, tensor, experts, context, group, neighbours, shards).platform()
 
 
 def hop_rates(platform: Platform, device: Sequence[int], ranks: int = 1) -> tuple[int, ...]:
@@ -115,8 +116,9 @@ class _Placement:
         context: int,
         group: int,
         neighbours: bool,
+        shards: int = 1,
     ) -> None:
-        self.experts, self.group, self.neighbours = experts, group, neighbours
+        self.experts, self.group, self.neighbours, self.shards = experts, group, neighbours, shards
         self.node, self.stages, self.ranks = node, stages, replicas * tensor * context
         self.replicas, self.tensor, self.context = replicas, tensor, context
         total = stages * self.ranks
@@ -296,13 +298,17 @@ class _Placement:
         yield "context", self.context, around
         if self.neighbours:
             yield "neighbour", self.context, around
-        yield "data", self.replicas, beside
+        if self.shards == 1:
+            yield "data", self.replicas, beside
         if self.experts > 1:
             yield from (("expert", self.experts, min(beside, self.experts)), ("expert_data", same, apart))
-        if self.group > 1:
-            yield "group", self.group, min(beside, self.group)
+        if (group := max(self.group, self.shards)) > 1:
+            yield "group", group, min(beside, group)
+        if self.shards > 1:  # and those that have the same part of the state
+            yield "group_data", self.replicas // self.shards, max(beside // self.shards, 1)
         if self.context > 1:  # gradients and states, of which the ranks that divide tokens have the same
-            yield "data_context", self.replicas * self.context, beside * around
+            among, near = (self.replicas, beside) if self.shards == 1 else (group, min(beside, group))
+            yield f"{'data' if self.shards == 1 else 'group'}_context", among * self.context, near * around
             if self.experts > 1:
                 yield "expert_data_context", same * self.context, apart * around
 
@@ -328,7 +334,8 @@ class _Placement:
 
     def _sums_beside_attention(self) -> bool:
         """Whether keys and values go over the same wires as sums of gradients: all inside a node, or all between."""
-        spans = {axis: (ranks, on[0]) for axis, ranks, on in self.rings() if axis in ("context", "data_context")}
+        of_sums = ("context", "data_context", "group_context")
+        spans = {axis: (ranks, on[0]) for axis, ranks, on in self.rings() if axis in of_sums}
         inside = all(g == ranks for ranks, g in spans.values())
         return self.context > 1 and (inside or all(g == 1 for _, g in spans.values()))
 

@@ -37,6 +37,14 @@ def shared_link(device: int) -> str:
     return f"{SHARED}{device}"
 
 
+def shares_wires(axis: str) -> bool:
+    """Whether collectives along an axis also occupy the link of `shared_link`, where there is one.
+
+    Ranks that divide layers are next to each other; those that have the same part in different groups are far apart.
+    """
+    return axis not in ("tensor", "group_data")
+
+
 def counts_again(link: str) -> bool:
     """Whether a link carries only what other links carry, too: `shared_link`."""
     return link.startswith(SHARED)

@@ -89,6 +89,8 @@ def _group(op: Op, rank: int, origin: Origin) -> str:
         "expert": f"{group}.{within}",
         "expert_data": f"{member}.{within}",
         "group": f"{replica // origin.group}.{within}",
+        "group_data": f"{replica % origin.group}.{within}",
+        "group_context": f"{replica // origin.group}.{own}",
         "data_context": f"{own}",
         "expert_data_context": f"{member}.{own}",
     }

@@ -224,6 +224,7 @@ class _Check:
             groups = origin.ranks // origin.experts
             ranks |= {"expert": origin.experts, "expert_data": groups, "group": origin.group}
             ranks |= {"data_context": origin.ranks * origin.context, "expert_data_context": groups * origin.context}
+            ranks |= {"group_data": origin.ranks // origin.group, "group_context": origin.group * origin.context}
         if ring is not None and ring.ranks != ranks[ring.axis]:
             name = self.trace.op_columns.name[op]
             have = f"{ranks[ring.axis]} {'ranks' if ring.axis in OF_A_REPLICA else 'replicas'}"
@@ -588,7 +589,11 @@ class _Check:
     def times_done(self, expr: Expr) -> int:
         """How many of the symmetric ranks do as much on other parts of the batch or of the weights."""
         origin, times = self.origin, self.origin.context if self.is_part_of_tokens_rank(expr) else 1
-        for axis, ranks in (("expert", origin.experts), ("expert_data", origin.ranks // origin.experts)):
+        again = origin.group > 1 and origin.of_rank(expr, origin.group) == expr  # by each group
+        for axis, ranks in (
+            ("expert", origin.experts),
+            ("expert_data", origin.group if again else origin.ranks // origin.experts),
+        ):
             if axis == "expert" and isinstance(_inmost(expr), Chosen):
                 continue  # they do the same for other experts, see `of_other_experts`
             if ranks > 1 and origin.of_rank(expr, 1, axis) != expr:

@@ -12,6 +12,12 @@ gradients and an all-gather of weights), 3 times at level 3, whose weights are g
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, sections 5 and 7.
 Where c ranks divide the tokens of each replica, the state is divided among all d c of them, as Megatron-LM's
 distributed optimizer and FSDP over a mesh of shards and context ranks do.
+With hybrid sharding (PyTorch's `HYBRID_SHARD`, FSDP2 over a mesh of two dimensions, Megatron-LM's
+`--num-distributed-optimizer-instances`) the state is divided among s replicas next to each other alone, a node's: s
+stands for d above, weights are gathered and gradients reduce-scattered among these, and each part of the gradients is
+then summed by an all-reduce over the d / s replicas that have the same part, 2 (d / s - 1) / (d / s) of 1 / s of them.
+FSDP2 issues it behind the reduce-scatter, on a stream of its own; its device waits for a reduce-scatter before it
+issues the next one (`FSDPParamGroup.post_backward`). Here the all-reduce is issued there, just before the next one.
 Departs: with several microbatches, the levels 2 and 3 reduce and gather once per microbatch, as DeepSpeed and FSDP do
 with their default settings. A part is rounded down to whole bytes. Level 3 gathers the weights of a layer together, by
 default one layer ahead (as FSDP2 does: the next one in forward, the one before in backward); gathered weights are freed
@@ -29,7 +35,7 @@ which DeepSpeed does not divide; here they are gathered with the next large one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -41,7 +47,7 @@ from sim.rewrites.rewriter import Ints, Rewriter, slice_of
 from sim.trace.graph import Trace
 from sim.trace.layers import layer_runs
 from sim.trace.op import PHASE_CODE, Op, Ring
-from sim.trace.origin import Glue, Part, Same, has_experts
+from sim.trace.origin import Expr, Glue, Microbatch, Part, Same, has_experts
 from sim.trace.tensor import ROLE_CODE
 
 LEVELS = (0, 1, 2, 3)
@@ -63,6 +69,7 @@ def shard(
     prefetch: int = 1,
     group: int = 1,
     gathered: str = "layer",
+    within: int = 0,
 ) -> Trace:
     """Keep and update 1 / ranks of the training state on each replica.
 
@@ -77,11 +84,12 @@ def shard(
         keeps a part, from which they are gathered until a backward of their layer has done so, as with a number for
         FSDP2's `reshard_after_forward`; 1: each has its own part of the state alone.
     gathered: one of `GATHERED`: the weights of a layer together, or of each module that has a large one.
+    within: of the replicas, how many next to each other divide the state, at least two; 0: all of them.
     """
     tokens = trace.origin.context if trace.origin else 1
     if level == 0 or ranks * tokens == 1:
         return trace
-    return _Sharding(trace, ranks, level, reshard, prefetch, group, gathered).build()
+    return _Sharding(trace, ranks, level, reshard, prefetch, group, gathered, within % ranks).build()
 
 
 @dataclass
@@ -119,13 +127,24 @@ class _Sharding:
     parts: of which tensors there is only a part.
     ids: the new tensor, or the part, by old id.
     whole: of an updated weight the gathered one, by old id.
+    within: replicas that divide the state, where not all of them do; else 0.
+    of_group: tensors that are parts of the sum over these alone, and for each what they stand for, in the base.
+    waiting: by device, the last parts of gradients that have been summed over a group: with the op and its terms.
     held: gathered weights that nothing reads, and the op of the layer at whose end they are released.
     """
 
     def __init__(
-        self, trace: Trace, ranks: int, level: int, reshard: bool, prefetch: int, group: int, gathered: str
+        self,
+        trace: Trace,
+        ranks: int,
+        level: int,
+        reshard: bool,
+        prefetch: int,
+        group: int,
+        gathered: str,
+        within: int,
     ) -> None:
-        self.trace, self.ranks, self.level, self.reshard = trace, ranks, level, reshard
+        self.trace, self.ranks, self.level, self.reshard, self.within = trace, ranks, level, reshard, within
         self.prefetch, self.group, self.by_module = prefetch, group, gathered == "module"
         self.new = Rewriter(trace, {"zero": level} if reshard else {"zero": level, "reshard": False})
         self.ops, self.tensors = list(trace.ops), list(trace.tensors)
@@ -133,8 +152,8 @@ class _Sharding:
         groups = ranks // (trace.origin.experts if trace.origin else 1)
         tokens = trace.origin.context if trace.origin else 1
         suffix = "_context" if tokens > 1 else ""
-        self.axes = f"data{suffix}", f"expert_data{suffix}"
-        self.among = dict(zip(self.axes, (ranks * tokens, groups * tokens), strict=True))
+        self.axes = f"{'group' if within else 'data'}{suffix}", f"expert_data{suffix}"
+        self.among = dict(zip(self.axes, ((within or ranks) * tokens, groups * tokens), strict=True))
         every = (trace.origin.tensors, trace.origin.ops) if trace.origin else ((), ())
         self.of_experts, self.ops_of_experts = ({i for i, e in enumerate(some) if has_experts(e)} for some in every)
         self.glue = {op for op, expr in enumerate(origin) if isinstance(expr, Glue)}
@@ -144,6 +163,8 @@ class _Sharding:
         self.ids: list[int] = []
         self.new_ids = np.zeros(0, np.int64)
         self.whole: dict[int, int] = {}
+        self.of_group: dict[int, Expr] = {}
+        self.waiting: dict[int, tuple[Op, list[int]]] = {}
         self.held: list[tuple[int, int]] = []
 
     def _sharded(self) -> set[int]:
@@ -231,10 +252,13 @@ class _Sharding:
                 if of.parts:
                     self._leave_parts(of, op)
         self._copy_between(copied, len(self.ops), copy)
+        for device in list(self.waiting):
+            self._sum_over_groups(device)
         ids = {**dict(enumerate(self.ids)), **self.whole}
         carry = [(ids[a], ids[b]) for a, b in self.trace.carry]
         outputs = [ids[t] for t in self.trace.outputs]
-        new = self.new.build(outputs=outputs, carry=carry, group=self.group if self.level == 3 else 1)
+        group = self.within or (self.group if self.level == 3 else 1)
+        new = self._claimed(self.new.build(outputs=outputs, carry=carry, group=group))
         return with_releases(new, [*points(new), *self.held]) if self.held else new
 
     def _changed(self, gathers: Mapping[int, _Gather], starts: Mapping[int, Sequence[_Gather]]) -> list[Op]:
@@ -265,12 +289,11 @@ class _Sharding:
         """An op over parts, over gathered weights, or as it is."""
         whole = gather.whole if gather else {}
         reads, writes = [whole.get(t, self.ids[t]) for t in op.reads], [self.ids[t] for t in op.writes]
+        waiting = self.waiting.get(op.device)
+        if waiting and (_among_replicas(op) or not set(waiting[0].writes).isdisjoint(op.reads)):
+            self._sum_over_groups(op.device)
         if _among_replicas(op):
-            assert op.ring is not None
-            ring = op.ring._replace(passes=1)
-            size = sum(self.tensors[t].bytes for t in op.reads)
-            name = op.name.replace("all_reduce", "reduce_scatter")
-            self.new.op(op, name=name, group=name, reads=reads, writes=writes, ring=ring, bytes=sent(size, ring))
+            self._reduce_scatter(op, reads, writes)
         elif not self.copying.keys().isdisjoint(op.writes):
             self._copy(op)
         elif self._updates(op):
@@ -283,6 +306,52 @@ class _Sharding:
             self.new.op(op, reads=reads, writes=writes, bytes=sent(size, op.ring))
         else:
             self.new.op(op, reads=reads, writes=writes)
+
+    def _reduce_scatter(self, op: Op, reads: list[int], writes: list[int]) -> None:
+        """Sum gradients over the replicas that divide them, each of which gets its part."""
+        assert op.ring is not None
+        ring = op.ring._replace(passes=1)
+        if self.within:
+            ring = Ring(ring.axis.replace("data", "group"), ring.ranks * self.within // self.ranks, 1)
+            writes = [self._of_group(total, term) for total, term in zip(op.writes, op.reads, strict=True)]
+            self.waiting[op.device] = op, writes
+        size = sum(self.tensors[t].bytes for t in op.reads)
+        name = op.name.replace("all_reduce", "reduce_scatter")
+        self.new.op(op, name=name, group=name, reads=reads, writes=writes, ring=ring, bytes=sent(size, ring))
+
+    def _of_group(self, total: int, term: int) -> int:
+        """A new tensor for this replica's part of a sum over its group alone. total: over all. term: of a replica."""
+        assert self.trace.origin is not None
+        like, ranks, origin = self.tensors[total], self._count(total), self.trace.origin
+        fields: dict[str, Any] = {"bytes": slice_of(like.bytes, 0, 1, ranks), "shape": () if like.shape == () else None}
+        name = f"{like.name}.of_group.shard"
+        part = self.new.tensor(like, Part(Same(total), 0, 1, ranks), name=name, replaces=None, **fields)
+        self.new.builder.take_over(self.ids[total], part)
+        own, of = origin.tensors[term], origin.tensors[total]
+        assert isinstance(own, Microbatch)
+        stop = own.first + origin.width(own, "data") * self.within
+        summed = Microbatch(of.of if isinstance(of, Microbatch) else of, own.first, stop, own.count)
+        self.of_group[part] = Part(summed, 0, 1, ranks)
+        return part
+
+    def _claimed(self, new: Trace) -> Trace:
+        """The same trace in which parts of sums over a group stand for what they are."""
+        if not self.of_group:
+            return new
+        assert new.origin is not None
+        tensors = tuple(self.of_group.get(t, expr) for t, expr in enumerate(new.origin.tensors))
+        origin = replace(new.origin, tensors=tensors)
+        columns = new.tensor_columns, new.op_columns
+        return Trace(*columns, outputs=new.outputs, carry=new.carry, meta=new.meta, origin=origin, like=new)
+
+    def _sum_over_groups(self, device: int) -> None:
+        """Sum the last parts of gradients of a device over the replicas that have the same parts."""
+        op, terms = self.waiting.pop(device)
+        ring = Ring("group_data", self.ranks // self.within, 2)
+        size = sum(map(self.new.builder.bytes_of, terms))
+        fields = {"phase": op.phase, "layer": op.layer, "device": op.device, "dtype": self.tensors[op.writes[0]].dtype}
+        fields |= {"bytes": sent(size, ring), "ring": ring, "group": op.name}
+        self.new.glue(op.name, "collective", terms, [self.ids[t] for t in op.writes], **fields)
 
     def _add_part(self, op: Op, reads: list[int], writes: list[int]) -> None:
         """An op on this replica's parts alone."""

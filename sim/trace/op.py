@@ -42,11 +42,15 @@ AXES = (
     "group",
     "data_context",
     "expert_data_context",
+    "group_data",
+    "group_context",
 )
 """Directions in which symmetric ranks may lie: replicas of the model, parts of its layers, parts of a sample's tokens;
 the same ranks, each of which sends to the one before it and receives from the one after it; of the replicas, those that
 divide the experts among them, those that have the same experts, and those next to each other that keep gathered weights
-together; of all replicas, or those with the same experts, those that divide the tokens of each, too."""
+together, or divide the training state; of all replicas, or those with the same experts, those that divide the tokens of
+each, too; of the replicas, those of other groups that have the same part of what each group divides; and those of a
+group with those that divide the tokens of each."""
 
 SPLITS = ("batch", "batch_sum", "batch_own", "rows", "columns", "heads")
 """Ways in which an op may be split into equal parts.

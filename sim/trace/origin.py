@@ -268,9 +268,10 @@ class Origin:
     experts: of the replicas, how many next to each other divide the experts of one model. Replica r has share r modulo
         that number along `experts`; what each has of the batch is such a share (the outer `Microbatch`) of what they
         have together (the inner one), of which replica r has that of group r // experts.
-    group: of the replicas, how many next to each other keep gathered weights together: of a part of as many, replica r
-        has that of r modulo that number. Of a part of as many as there are replicas and ranks of `context` each, rank k
-        of replica r has that of r context + k.
+    group: of the replicas, how many next to each other keep gathered weights together, or divide the training state: of
+        a part of as many, replica r has that of r modulo that number; of the sum over the microbatches of the first so
+        many replicas, that of its own group. Of a part of as many as there are replicas (or such in a group) and ranks
+        of `context` each, rank k of replica r (in the group) has that of r context + k.
     steps: the iterations are consecutive steps on equal parts of the batch of one: of what has rows, iteration k has
         those of part k.
     """
@@ -324,6 +325,8 @@ class Origin:
         """What rank `rank` along an axis (`sim.trace.op.AXES`) has where this one, which is rank 0, has `expr`."""
         if axis == "group":
             return self.of_rank(expr, rank)
+        if axis == "group_data":
+            return self.of_rank(expr, rank * self.group)
         if axis == "neighbour":
             return self.of_rank(expr, rank, "context")
         if axis.endswith("_context"):  # those that divide a replica's tokens next to each other
@@ -343,18 +346,33 @@ class Origin:
             return expr
         inner = self.of_rank(expr.of, rank, axis)
         if inner != expr.of:
-            return replace(expr, of=inner)
+            expr = replace(expr, of=inner)
+            if not (isinstance(expr, Part) and self.is_sum_of_group(inner)):
+                return expr
         if not isinstance(expr, Part | Microbatch | Along):
             return expr
-        if axis == "data" and isinstance(expr, Part) and 1 < expr.count == self.group < self.ranks:
-            rank %= self.group
+        if axis == "data" and 1 < self.group < self.ranks:
+            if isinstance(expr, Part) and expr.count in (self.group, self.group * self.context):
+                rank %= self.group
+            elif self.is_sum_of_group(expr):
+                return self._shifted(expr, rank // self.group * (expr.stop - expr.first))
         width = self.width(expr, axis)
         if not width or expr.stop - expr.first > width:
             return expr  # all ranks have it
         shift = rank * width
         if isinstance(expr, Along):  # blocks of keys are counted from the rank's own
             shift = (expr.first + shift) % expr.count - expr.first
+        return self._shifted(expr, shift)
+
+    @staticmethod
+    def _shifted(expr: Part | Microbatch | Along, shift: int) -> Expr:
         return replace(expr, first=expr.first + shift, stop=expr.stop + shift)
+
+    def is_sum_of_group(self, expr: Expr) -> bool:
+        """Whether an expression is the sum over the microbatches of a group of several replicas, and not of all."""
+        if not isinstance(expr, Microbatch) or not 1 < self.group < self.ranks:
+            return False
+        return 0 < self.width(expr, "data") * self.group == expr.stop - expr.first
 
     def _of_member(self, expr: Expr, group: int, member: int) -> Expr:
         """What a member of a group of replicas that divide the experts has, see `experts`."""
@@ -400,10 +418,11 @@ class Origin:
         """Parts of the state are counted over the ranks that divide tokens first; of other parts all have all."""
         if axis == "tensor":
             return 0
+        of_group = self.group > 1 and expr.count == self.group * self.context
         if axis == "context":
             replicas = self.ranks // self.experts if has_experts(expr) else self.ranks
-            return int(self.context > 1 and expr.count == replicas * self.context)
-        if expr.count == self.ranks * self.context:
+            return int(self.context > 1 and (of_group or expr.count == replicas * self.context))
+        if expr.count == self.ranks * self.context or of_group:
             return self.context
         return int(1 < expr.count == self.group)
 

@@ -54,11 +54,12 @@ def copies(trace: Trace) -> dict[str, int]:
             "schedule": st.sampled_from(("1f1b", "gpipe", "zb_h1")),
         }
     ),
-    st.sampled_from(({}, {"reshard": False}, {"reshard_to": 2}, {"prefetch": 0}, {"prefetch": 2})),
+    st.sampled_from(({}, {"reshard": False}, {"reshard_to": 2}, {"shard_within": 2}, {"prefetch": 0}, {"prefetch": 2})),
 )
 def test_any_layout_computes_the_same(family: str, precision: str, ranks: tuple, layout: dict, weights: dict) -> None:
     dp, ep = ranks if family == "mixtral" else (ranks[0], 1)
-    if layout["zero"] == 3 and not (weights.get("reshard_to") and (dp < 4 or ep > 1)):
+    in_groups = not weights.keys().isdisjoint({"reshard_to", "shard_within"})
+    if layout["zero"] == 3 and not (in_groups and (dp < 4 or ep > 1)):
         layout = {**layout, **weights}
     base = step(family, precision)
     trace, _ = lay_out(base, "h100", {"dp": dp, "ep": ep, **layout})

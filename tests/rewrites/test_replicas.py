@@ -24,6 +24,7 @@ from sim.plan import Plan
 from sim.rewrites.batching import split_batch_ops
 from sim.rewrites.pipeline import pipeline
 from sim.rewrites.ranks import all_ranks
+from sim.rewrites.rewriter import noted, with_columns
 from sim.rewrites.schedules import parts_per_device, refusal
 from sim.rewrites.values import departures
 from sim.rewrites.zero import LEVELS, shard
@@ -37,6 +38,7 @@ from workloads import transformer
 
 CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 128}
 GB = 10**9
+AMONG = ("data", "group", "group_data")
 LAYOUTS = [
     {"dp": 2},
     {"dp": 2, "micro_batches": 2, "zero": 1},
@@ -45,6 +47,8 @@ LAYOUTS = [
     {"dp": 2, "micro_batches": 2, "zero": 3, "reshard": False},
     {"dp": 2, "pp": 2, "micro_batches": 4, "zero": 3, "reshard": False},
     {"dp": 4, "zero": 3, "reshard_to": 2},
+    {"dp": 4, "zero": 3, "shard_within": 2},
+    {"dp": 4, "pp": 2, "micro_batches": 2, "zero": 2, "shard_within": 2},
     {"dp": 2, "micro_batches": 2, "zero": 3, "gathered": "module", "prefetch": 2},
     {"dp": 4, "pp": 2, "micro_batches": 2, "zero": 3, "reshard_to": 2, "prefetch": 2},
     {"dp": 2, "pp": 2, "micro_batches": 2, "zero": 1},
@@ -64,7 +68,7 @@ def line(devices: int, ranks: int = 1) -> Platform:
     which = range(devices)
     links = [Link(f"l{i}.{j}", f"hbm@{i}", f"hbm@{j}", GB) for i in which for j in which if i != j]
     if ranks > 1:
-        links += [Link(rank_link(axis, i), f"hbm@{i}", f"hbm@{i}", GB) for axis in ("data", "group") for i in which]
+        links += [Link(rank_link(axis, i), f"hbm@{i}", f"hbm@{i}", GB) for axis in AMONG for i in which]
     return Platform(
         "line",
         tuple(Tier(f"hbm@{i}", 1 << 40, 1 << 40, 10**12, device=i) for i in which),
@@ -106,10 +110,10 @@ def test_one_rank_stands_for_all(layout: dict, tmp_path: Path) -> None:
     st.sampled_from((1, 2, 4)),
     st.sampled_from(LEVELS),
     st.sampled_from(("1f1b", "gpipe", "naive", "zb_h1", "zb_v", "dualpipe_v")),
-    st.booleans(),
+    st.sampled_from(({}, {"group": 2}, {"within": 2})),
 )
 def test_random_traces_on_random_devices_compute_the_same(
-    base: Trace, stages: int, n: int, ranks: int, level: int, schedule: str, near: bool
+    base: Trace, stages: int, n: int, ranks: int, level: int, schedule: str, near: dict[str, int]
 ) -> None:
     layers = 1 + max(op.layer for op in base.ops)
     chunks = parts_per_device(schedule)
@@ -121,7 +125,7 @@ def test_random_traces_on_random_devices_compute_the_same(
     except TraceError as error:  # rows of all replicas in one place
         assume(not any(text in str(error) for text in ("with the rows of all", "do not divide the batch")))
         raise
-    trace = shard(divided, ranks, level, group=2 if near and ranks == 4 else 1)
+    trace = shard(divided, ranks, level, **(near if ranks == 4 else {}))
     for whole in (trace, all_ranks(trace)):
         found = [each.text for each in departures(whole, base) if each.what != "repeated"]
         # a rank's bytes are rounded as those of the first
@@ -263,6 +267,69 @@ def test_a_group_gathers_inside_its_node() -> None:
     assert sum(near.summary()["moved_bytes"].values()) == sent  # on the shared wires no second time
 
 
+# ---- hybrid sharding ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_hybrid_sharding_divides_state_in_a_group_and_sums_its_parts_among_groups(level: int) -> None:
+    """Of d replicas s divide: 1 / s of it each; (s - 1) / s of the weights go round among these so often as ever, and
+    2 (g - 1) / g of 1 / s of the gradients among the g = d / s that have the same part."""
+    d, s, count = 64, 8, 64_000
+    base = parameters(count, d)
+    divided = split_batch_ops(base, 1, d, level > 1)[0]
+    trace = shard(divided, d, level, within=s)
+    assert not departures(trace, base)
+    assert not {each.what for each in departures(all_ranks(trace), base)} - {"repeated"}
+    initial = [t for t in trace.tensors if trace.producer[t.id] < 0 and t.role != "input"]
+    assert [t.bytes for t in initial] == [2 * count // (s if level == 3 else 1), 12 * count // s]
+    sent = dict.fromkeys(AMONG, 0)
+    for op in trace.ops:
+        if op.ring is not None:
+            sent[op.ring.axis] += op.bytes or 0
+    assert sent["data"] == 0
+    assert sent["group"] == {1: 2, 2: 2, 3: 3}[level] * 2 * count * (s - 1) // s
+    assert sent["group_data"] == 2 * (d // s - 1) * 2 * count // s // (d // s)
+    assert shard(divided, d, level, within=d).content_hash == shard(divided, d, level).content_hash
+
+
+def test_a_group_of_all_or_of_one_is_no_hybrid() -> None:
+    """All replicas divide as ZeRO does, one alone has what a replica without it has, to the byte and nanosecond."""
+    for same, layout in ((4, {"dp": 4, "zero": 3}), (1, {"dp": 4, "zero": 0})):
+        trace, machine = lay_out(step(), "a100_80_sxm", layout)
+        other, its = lay_out(step(), "a100_80_sxm", {"dp": 4, "zero": 3, "shard_within": same})
+        assert noted(other, layout={}).content_hash == noted(trace, layout={}).content_hash
+        assert (its.links, its.pools) == (machine.links, machine.pools)
+
+
+def test_gradients_that_are_not_summed_among_groups_are_found() -> None:
+    for layout in ({"dp": 4, "zero": 3}, {"dp": 4, "zero": 1, "micro_batches": 2}):
+        trace, _ = lay_out(step(), "a100_80_sxm", {**layout, "shard_within": 2})
+        rings = {op: ring for op, ring in trace.op_columns.ring.items() if ring.axis != "group_data"}
+        summed = (t for op in trace.op_columns.ring.keys() - rings.keys() for t in trace.writes(op))
+        every = {trace.tensors[t].name.rpartition(".reduced")[0] for t in summed}
+        assert len(every) == sum(t.role == "weight" for t in step().tensors if step().producer[t.id] < 0)
+        alone = with_columns(trace, ring=rings)
+        for whole in (alone, all_ranks(alone)):
+            found = [each for each in departures(whole, step()) if each.what == "wrong"]
+            assert {each.tensor.partition(".shard")[0].rpartition(".reduced")[0] for each in found} == every
+
+
+def test_hybrid_sharding_crosses_nodes_only_to_sum_parts() -> None:
+    """Of 16 replicas on two nodes of eight, each has one of the same part on the other, at its own rate there; these
+    sums run beside the gathers inside, over other wires."""
+    base = transformer(CONFIG, batch=16, sequence=16)
+    hybrid, plain = (simulate(*lay_out(base, "a100_80_sxm", {"dp": 16, "zero": 3, "shard_within": s})) for s in (8, 0))
+    link = {each.name: each for each in hybrid.log.platform.links}
+    network = load_profile("a100_80_sxm").networks[0]
+    inside = load_profile("a100_80_sxm", overrides={"devices": "2"}).links[-1]
+    between = link[rank_link("group_data", 0)]
+    assert (between.rate, between.fixed) == (network.rate, network.fixed)
+    assert link[rank_link("group", 0)].fixed == 7 * inside.fixed
+    assert shared_link(0) not in link
+    assert rank_link("data", 0) not in link
+    assert hybrid.log.end < plain.log.end
+
+
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
@@ -273,6 +340,12 @@ def test_a_group_gathers_inside_its_node() -> None:
         ({"dp": 4, "zero": 3, "reshard_to": -2}, "reshard_to: needs a whole number of at least 1, has -2"),
         ({"dp": 4, "zero": 3, "reshard_to": 2, "reshard": False}, "nearest: reshard true"),
         ({"dp": 4, "zero": 3, "ep": 2, "reshard_to": 2}, "nearest: ep 1"),
+        ({"dp": 4, "shard_within": 2}, "shard_within: replicas divide nothing at zero 0; nearest: zero 1"),
+        ({"dp": 12, "zero": 1, "shard_within": 8}, "shard_within: 8 does not divide the 12 replicas of dp; nearest: 6"),
+        ({"dp": 4, "zero": 3, "shard_within": -2}, "shard_within: needs a whole number of at least 1, has -2"),
+        ({"dp": 4, "zero": 3, "ep": 2, "shard_within": 2}, "nearest: ep 1"),
+        ({"dp": 8, "zero": 3, "reshard_to": 2, "shard_within": 4}, "nearest: reshard_to 0"),
+        ({"dp": 9, "cp": 2, "zero": 3, "shard_within": 1}, "nearest: 3"),
         ({"dp": 4, "zero": 3, "reshard": 2}, "reshard: needs true or false, has 2; for a number of replicas there is"),
     ],
 )

@@ -9,7 +9,7 @@ from sim.engine.event_path.engines import OpEnd
 from sim.engine.event_path.links import Job, Links
 from sim.engine.event_path.state import State, Work
 from sim.errors import IllegalPlan
-from sim.hardware.platform import rank_link, shared_link
+from sim.hardware.platform import rank_link, shared_link, shares_wires
 from sim.trace.op import KIND_CODE, Ring
 
 SEND, RECV = KIND_CODE["send"], KIND_CODE["recv"]
@@ -100,7 +100,7 @@ class Groups:
             op = self._prepared.trace.op_columns.name[member.op]
             raise IllegalPlan(f"op {op!r}: {self._platform.name} has no network among ranks; lay it out for them")
         own, shared = link_of[name], shared_link(member.device)
-        return (own, link_of[shared]) if ring.axis != "tensor" and shared in link_of else (own,)
+        return (own, link_of[shared]) if shares_wires(ring.axis) and shared in link_of else (own,)
 
     def _pair(self, members: list[Work]) -> tuple[list[tuple[str, str]], int]:
         """From where to where a send goes, and how many bytes."""

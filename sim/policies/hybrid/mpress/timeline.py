@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.hardware.platform import rank_link, shared_link
+from sim.hardware.platform import rank_link, shared_link, shares_wires
 from sim.hardware.transfer_time import transfer_ns
 from sim.plan import Problem
 from sim.solvers.load_curve import load_of
@@ -108,7 +108,7 @@ def _together(problem: Problem, group: Sequence[int]) -> int:
     ring = ops[0].ring
     if ring is not None and len(ops) == 1:
         wanted = {rank_link(ring.axis, ops[0].device)}
-        wanted |= {shared_link(ops[0].device)} if ring.axis != "tensor" else set()
+        wanted |= {shared_link(ops[0].device)} if shares_wires(ring.axis) else set()
         route = {i for i, link in enumerate(platform.links) if link.name in wanted}
         steps, step = ring.passes, platform.pace(tuple(route)).fixed
     elif {op.kind for op in ops} == {"send", "recv"}:
