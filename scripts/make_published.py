@@ -88,10 +88,10 @@ REASONS = {
         "have checkpoints: every second one, which was the default."
     ),
     "fms": (
-        "The network is that of a node (400 and 800 Gb/s), each card has an eighth. HSDP shards within a node "
-        "and sums the shards among nodes, each card over its own eighth; here all cards share all weights over all "
-        "eighths together. Its loop reads the loss and the norm of the gradients from the device in each step, "
-        "which is left out. H100s are twice as fast as A100s there, 2.5 times here: not explained."
+        "The network is that of a node (400 and 800 Gb/s), each card has an eighth. HSDP is taken to shard within a "
+        "node, as it does by default; the shards are summed among nodes, each card over its own eighth. Its loop reads "
+        "the loss and the norm of the gradients from the device in each step, which is left out. H100s are twice as "
+        "fast as A100s there, 2.5 times here: not explained."
     ),
     "sel": "Transcribed from a paper. Kernels of Megatron-LM compute all scores of causal attention.",
     "fp70": "Recomputation and sequence parallelism are not stated. The network is a node's, 200 Gb/s.",
@@ -509,7 +509,8 @@ def what(row: Row) -> str:
     words = [model, f"{s['batch']}" + (f" x {s['sequence']}" if "sequence" in s else "")]
     words.append(s["precision"] + (", channels last" if s.get("channels_last") else ""))
     words += [f"{s['accumulate']} micro-batches"] if s.get("accumulate", 1) > 1 else []
-    words += [f"{key} {s[key]}" for key in ("dp", "zero", "tp", "pp") if s.get(key, 0) > (key != "zero")]
+    keys = "dp", "zero", "shard_within", "tp", "pp"
+    words += [f"{key} {s[key]}" for key in keys if s.get(key, 0) > (key != "zero")]
     words += ["sequence parallel"] if s.get("sequence_parallel") else []
     words += [s["stack"]] if "stack" in s else []
     words += [f"fused {s['fuses']}"] if "fuses" in s else []

@@ -50,6 +50,7 @@ LAYOUT = (
         "sum_each",
         "pp",
         "zero",
+        "shard_within",
         "schedule",
         "chunks",
     ),
