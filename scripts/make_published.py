@@ -100,8 +100,7 @@ REASONS = {
         "to the next one's micro-batch is then ours to the last digit (fpgpt-04, fpll1-04). Kernels are loaded from "
         "the start, as CUDA 11.8 does by default. PaddlePaddle holds reduced gradients until its CPU knows of it; "
         "whether that waits between micro-batches (fpgpt-01), and how far it is ahead (fpgpt13-01), are not known. Its "
-        "pool of memory stands as PyTorch's. The last stage's copy of the tied embeddings has states of its "
-        "own there, which are left out. Stages that recompute hold 2 GiB more there: not explained."
+        "pool of memory stands as PyTorch's. Stages that recompute hold 2 GiB more there: not explained."
     ),
     "fpll1": (
         "Memory as fpgpt. PaddleNLP fuses the norms alone where its page says so; rotary "
@@ -125,11 +124,10 @@ REASONS = {
     "dlebert": ("Only masked tokens reach their head (20 of 128), ours takes all; LAMB stands as a fused Adam."),
     "fpl3": (
         "Parts that the script does not set have Megatron-LM's defaults: biases, learned positions, a tied head and "
-        "dropout, where Llama 3 has none of them; in a pipeline the last stage's copy of the head is a weight of its "
-        "own (here: untied). Memory is read from the card, in whole GiB, cached blocks, NCCL's buffers and the "
-        "context included. Its page names recompute-activations, its script does not pass it: nothing is recomputed. "
-        "Gradients are summed after backward, as without overlap-grad-reduce. The network is taken to be a node's, "
-        "200 Gb/s; were it a card's, fpl3-06 would be 21 % too fast. What FP8 brings beside bf16 (fpl3-03 and -05, "
+        "dropout, where Llama 3 has none of them. Memory is read from the card, in whole GiB, cached blocks, NCCL's "
+        "buffers and the context included. Its page names recompute-activations, its script does not pass it: nothing "
+        "is recomputed. Gradients are summed after backward, as without overlap-grad-reduce. The network is taken to "
+        "be a node's, 200 Gb/s; were it a card's, fpl3-06 would be 21 % too fast. What FP8 brings beside bf16 (fpl3-03 and -05, "
         "-02 and -04) is 1.29 and 1.30 in print."
     ),
     "nemo": (
@@ -140,14 +138,14 @@ REASONS = {
     ),
     "mllama": "As nemo.",
     "mgold": (
-        "Memory alone: times are of a deterministic mode and bound by launches. The last rank logs, whose copy of the "
-        "tied embeddings is a weight of its own (here: untied). Two workspaces of cuBLAS of 32 MiB are added, as the "
-        "recipe's CUBLAS_WORKSPACE_CONFIG sets them, one for the thread of backward; with local layers (mgold-09 to "
-        "-12) the buffer of a layer's scores as well, which their attention takes once and keeps; and the mask of "
-        "scores that their data loader makes, a byte each, where nothing here has one (mgold-03, -04, and -08 to "
-        "-12). Of mgold-03, 1.0 GB more is printed than of the same run on an H100 (mgold-04): not explained. The "
-        "fused kernels that are on by default there stand as the fused stack. Their buffers of gradients exist from "
-        "the start, ours from the first backward pass: of a run of one micro-batch the peak is that of a second one."
+        "Memory alone: times are of a deterministic mode and bound by launches. The last rank logs. Two workspaces of"
+        " cuBLAS of 32 MiB are added, as the recipe's CUBLAS_WORKSPACE_CONFIG sets them, one for the thread of "
+        "backward; with local layers (mgold-09 to -12) the buffer of a layer's scores as well, which their attention "
+        "takes once and keeps; and the mask of scores that their data loader makes, a byte each, where nothing here "
+        "has one (mgold-03, -04, and -08 to -12). Of mgold-03, 1.0 GB more is printed than of the same run on an H100"
+        " (mgold-04): not explained. The fused kernels that are on by default there stand as the fused stack. Their "
+        "buffers of gradients exist from the start, ours from the first backward pass: of a run of one micro-batch "
+        "the peak is that of a second one."
     ),
     "tbench": (
         "Which V100, its CPU and the version of PyTorch are not stated. Below 8 images eager runs wait for the CPU, "
