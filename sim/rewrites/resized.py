@@ -86,9 +86,10 @@ class _Followed:
         return column
 
     def sparse(self, new: Mapping[int, Any], old: Mapping[int, Any]) -> dict[int, Any]:
-        """The same of a column that few rows have."""
+        """The same of a column that not all rows have, nor the same ones at each size."""
         of = self.old_of
-        return {row: old[of[row]] if row in of else value for row, value in new.items()}
+        own = {row: value for row, value in new.items() if row not in of}
+        return own | {row: old[old_row] for row, old_row in of.items() if old_row in old}
 
 
 def _over(new: Trace, old: Trace, fields: Mapping[str, Any], tensors: Any, ops: Any, meta: Mapping[str, Any]) -> Trace:

@@ -19,6 +19,7 @@ from sim.rewrites.host_update import device_updates
 from sim.rewrites.resized import resized
 from sim.rewrites.rewriter import Rewriter
 from sim.trace import Trace
+from sim.trace.tensor import ROLE_CODE
 from workloads import transformer
 
 MACHINE = load_profile("a100_80_sxm")
@@ -76,6 +77,30 @@ def grown(trace: Trace, names: tuple[str, ...]) -> Trace:
     tensors = replace(t, bytes=bytes)
     ends = {"outputs": trace.outputs, "carry": trace.carry, "meta": trace.meta}
     return Trace(tensors, trace.op_columns, **ends, like=trace)
+
+
+def joined(trace: Trace, like: Trace) -> Trace:
+    """A trace in the structure of another one, from which it differs in sizes alone."""
+    t, c = trace.tensor_columns, trace.op_columns
+    tensors = replace(like.tensor_columns, bytes=t.bytes, shape=t.shape)
+    ops = replace(like.op_columns, flops=c.flops, bytes=c.bytes, workspace=c.workspace, counted=c.counted)
+    return Trace(tensors, ops, outputs=like.outputs, carry=like.carry, meta=trace.meta, like=like)
+
+
+def test_what_is_known_at_one_size_alone_is_known_there():
+    whole = transformer(SMALL, batch=2, sequence=32)
+    t, c = whole.tensor_columns, whole.op_columns
+    shape = {row: each for row, each in t.shape.items() if t.role[row] == ROLE_CODE["weight"]}
+    counted = {op: flops + 1 for op, flops in enumerate(c.flops.tolist()) if flops}
+    bare = joined(Trace(replace(t, shape=shape), replace(c, counted=counted), meta=whole.meta), whole)
+    chosen = load_policy("optimizer_in_backward")
+    for first, second in ((whole, bare), (bare, whole)):
+        first = alone(first)
+        second = joined(second, first)
+        assert second.structure is first.structure
+        for trace in (first, second):
+            plans = (chosen.plan(problem_for(each, MACHINE)) for each in (trace, alone(trace)))
+            assert len({in_full(plan)[0] for plan in plans}) == 1
 
 
 def test_where_sizes_that_decide_differ_it_is_a_new_one():
