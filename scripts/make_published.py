@@ -127,8 +127,8 @@ REASONS = {
         "dropout, where Llama 3 has none of them. Memory is read from the card, in whole GiB, cached blocks, NCCL's "
         "buffers and the context included. Its page names recompute-activations, its script does not pass it: nothing "
         "is recomputed. Gradients are summed after backward, as without overlap-grad-reduce. The network is taken to "
-        "be a node's, 200 Gb/s; were it a card's, fpl3-06 would be 21 % too fast. What FP8 brings beside bf16 (fpl3-03 and -05, "
-        "-02 and -04) is 1.29 and 1.30 in print."
+        "be a node's, 200 Gb/s; were it a card's, fpl3-06 would be 21 % too fast. What FP8 brings beside bf16 "
+        "(fpl3-03 and -05, -02 and -04) is 1.29 and 1.30 in print."
     ),
     "nemo": (
         "Recomputation, the type of gradients, and whether weights are kept in FP8 alone are not "

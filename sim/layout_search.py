@@ -202,11 +202,7 @@ def search_layouts(
 
     Raises LayoutError where no layout has so many devices, a schedule is not one of `SEARCHED`, or `most` is below 1.
     """
-    if most < 1:
-        raise LayoutError(f"most: value {most}: expected at least 1; nearest: 1")
-    for schedule in schedules:
-        if schedule not in SEARCHED:
-            raise LayoutError(f"schedules: {schedule!r} is not searched{near(schedule, SEARCHED)}")
+    _check(most, schedules)
     node = load_profile(profile, overrides=overrides)
     per_node = _per_node(node, devices)
     if node.devices < 2 <= devices:
@@ -274,6 +270,15 @@ def search_layouts(
                 rows.append(_row(layout, policy, divided, platform, budget))
                 on_row(rows[-1])
     return LayoutSearch(tuple(rows), len(candidates) - len(fit), len(fit) - tried, unlimited)
+
+
+def _check(most: int, schedules: Sequence[str]) -> None:
+    """Raise LayoutError for what can't be searched."""
+    if most < 1:
+        raise LayoutError(f"most: value {most}: expected at least 1; nearest: 1")
+    for schedule in schedules:
+        if schedule not in SEARCHED:
+            raise LayoutError(f"schedules: {schedule!r} is not searched{near(schedule, SEARCHED)}")
 
 
 def _ranked(

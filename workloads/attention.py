@@ -104,7 +104,7 @@ def attention_core(tape: Tape, name: str, core: Core, q: Value, k: Value, v: Val
         return _cached(tape, f"{name}.core", core, core.cache, q, k, v)
     if core.implementation == "eager":
         # one head of one sample is a view for all heads of queries, unless it is cast, which then writes them all
-        one = core.kv_heads == 1 and core.batch == 1  # the batch of several heads is no condition
+        one = core.kv_heads == 1 and core.batch == 1  # the batch of several heads is not a condition
         views = tuple(one and x is old for x, old in zip((k, v), projected, strict=True))
         return _composed(tape, f"{name}.core", core, q, k, v, math=False, views=views)
     if q.dtype != "fp32":

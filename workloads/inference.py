@@ -49,24 +49,7 @@ def inference(
     Raises WorkloadError for a model that generates nothing, more tokens than it has positions or its window covers,
     or attention of single kernels.
     """
-    if not c.of_family.causal:
-        raise WorkloadError(f"generate: {c.name!r} is an encoder, which generates no tokens")
-    if attention == "eager":
-        raise WorkloadError("attention 'eager': with generate attention is one kernel: 'sdpa', or 'flash' in 16 bits")
-    if attention == REPEATING:
-        raise WorkloadError(
-            f"attention {attention!r}: with generate the kernel reads the cache as it is; nearest: 'flash'"
-        )
-    if attention == "flash" and precision.compute == "fp32":
-        raise WorkloadError("attention 'flash' computes in 16 bits: choose another precision, or attention 'sdpa'")
-    longest = prompt + generate - 1
-    if c.learned and longest > c.positions:
-        raise WorkloadError(
-            f"generate: {prompt} tokens of prompt and {generate} generated exceed the {c.positions} positions of "
-            f"{c.name!r}"
-        )
-    if c.window and longest > c.window:
-        raise WorkloadError(f"generate: {longest} tokens exceed the sliding window of {c.window} of {c.name!r}")
+    _check(c, precision, attention, prompt, generate)
     batch, count = parts
     c = replace(c, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
     builder = TraceBuilder()
@@ -115,6 +98,28 @@ def inference(
         source=c.source,
     )
     return builder.build(outputs=[*(value.tensor for value, _ in tape.parameters), *(ids.tensor for ids in tokens)])
+
+
+def _check(c: Config, precision: Precision, attention: str, prompt: int, generate: int) -> None:
+    """Raise WorkloadError for what `inference` refuses."""
+    if not c.of_family.causal:
+        raise WorkloadError(f"generate: {c.name!r} is an encoder, which generates no tokens")
+    if attention == "eager":
+        raise WorkloadError("attention 'eager': with generate attention is one kernel: 'sdpa', or 'flash' in 16 bits")
+    if attention == REPEATING:
+        raise WorkloadError(
+            f"attention {attention!r}: with generate the kernel reads the cache as it is; nearest: 'flash'"
+        )
+    if attention == "flash" and precision.compute == "fp32":
+        raise WorkloadError("attention 'flash' computes in 16 bits: choose another precision, or attention 'sdpa'")
+    longest = prompt + generate - 1
+    if c.learned and longest > c.positions:
+        raise WorkloadError(
+            f"generate: {prompt} tokens of prompt and {generate} generated exceed the {c.positions} positions of "
+            f"{c.name!r}"
+        )
+    if c.window and longest > c.window:
+        raise WorkloadError(f"generate: {longest} tokens exceed the sliding window of {c.window} of {c.name!r}")
 
 
 def _next(tape: Tape, model: Model, ids: Value) -> Value:

@@ -312,7 +312,7 @@ def _short_of_time(advice: Advice) -> Iterator[str]:
 
 
 def _of_layouts(advice: Advice) -> set[tuple[Any, ...]]:
-    """What fitted in the search over layouts, and was not run again."""
+    """What fitted in the search over layouts, and was not run once more."""
     if advice.devices is None:
         return set()
     ran = {(row.get("parallel"), str(row["policy"])) for row in advice.rows}

@@ -67,7 +67,7 @@ def card_reading(
         PyTorch from 11.7 on, with a driver of version 515 or newer; else it has all of them from the start (CUDA
         programming guide, Lazy Loading; pytorch/pytorch, pull request 86509).
 
-    Raises TiersimError where `pytorch` names no version, or where what collectives hold leaves no room for the rest.
+    Raises TiersimError where `pytorch` names no version, or where what collectives hold leaves no space for the rest.
     """
     card = _cards().get(log.platform.name.partition(" ")[0])
     if card is None:

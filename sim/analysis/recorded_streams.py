@@ -92,7 +92,7 @@ def reserved_with_streams(log: EventLog, device: int, recorded: list[int], launc
     recorded: the ops whose blocks are held until the CPU sees that they have ended.
     launches: how many kernels the CPU may be ahead of the device.
 
-    Raises TiersimError where the blocks held, even when all have been waited for, leave no room for the rest.
+    Raises TiersimError where the blocks held, even when all have been waited for, leave no space for the rest.
     """
     tier = log.platform.tier_ids[log.platform.home(device).name]
     if log.platform.tiers[tier].allocator.name != "caching":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -31,6 +31,10 @@ from sim.commands.options import (
 )
 from sim.commands.runs import POLICIES, TIME_LIMIT
 from sim.limits import calling
+
+if TYPE_CHECKING:
+    from sim.hardware.platform import Platform
+    from sim.layout_search import LayoutSearch
 
 GOAL = Option("goal", Annotated[str, typer.Option(help="{goals}")], "throughput")
 SECONDS = Option("seconds", Annotated[float, typer.Option(help="wall-clock time of the search")], 60.0)
@@ -229,9 +233,6 @@ def search(ctx: typer.Context, **options: Any) -> None:
     """
     from sim.hardware.profile import load_profile
     from sim.layout_search import SEARCHED, LayoutSearch, search_layouts
-    from sim.outputs import to_json
-    from sim.report.error_bars import error_lines, ratio_error, statement_errors
-    from sim.units import format_percent
     from workloads.stacks import after_division
 
     figures = overrides(options["set_"]) or None
@@ -271,32 +272,48 @@ def search(ctx: typer.Context, **options: Any) -> None:
             raise
         found, stopped = LayoutSearch(tuple(rows), 0, 0), True
     if options["json"]:
-        chosen = {"best": found.best, "runner_up": found.runner_up}
-        values: dict[str, Any] = {key: row.as_dict() if row else None for key, row in chosen.items()}
-        values |= {"front": [row.as_dict() for row in found.front], "rows": [row.as_dict() for row in found.rows]}
-        values |= {"cannot_fit": found.cannot_fit, "left_out": found.left_out, "stopped": stopped}
-        answer(to_json({**values, "indistinguishable": found.is_close, "error": statement_errors(options["profile"])}))
-        if stopped:
-            _say_stopped(len(rows), "runs")
+        _print_json(found, options["profile"], stopped)
     else:
-        print("best       ", found.best or "nothing fits")
-        if found.runner_up:
-            error, on = ratio_error(layouts=True)
-            told = f" (not told from the best: the model's own error is {format_percent(error)}, {on})"
-            print("runner-up  ", f"{found.runner_up}{told if found.is_close else ''}")
-        for row in found.front[1:]:
-            print("less memory", row)
-        if stopped:
-            _say_stopped(len(rows), "runs")
-        print(
-            f"{len(found.rows)} runs; {found.cannot_fit} layouts cannot hold their training state; "
-            f"{found.left_out} left out by an estimate of their time (--most)"
-        )
-        if found.best is not None:
-            for line in error_lines([load_profile(options["profile"], overrides=figures)], also=["layouts", "peak"]):
-                print(line)
+        _print_layouts(found, load_profile(options["profile"], overrides=figures), stopped)
     if found.best is None:
         raise typer.Exit(1)
+
+
+def _print_json(found: LayoutSearch, profile: str, stopped: bool) -> None:
+    """What a search has found, as JSON. stopped: whether Ctrl-C ended it."""
+    from sim.outputs import to_json
+    from sim.report.error_bars import statement_errors
+
+    chosen = {"best": found.best, "runner_up": found.runner_up}
+    values: dict[str, Any] = {key: row.as_dict() if row else None for key, row in chosen.items()}
+    values |= {"front": [row.as_dict() for row in found.front], "rows": [row.as_dict() for row in found.rows]}
+    values |= {"cannot_fit": found.cannot_fit, "left_out": found.left_out, "stopped": stopped}
+    answer(to_json({**values, "indistinguishable": found.is_close, "error": statement_errors(profile)}))
+    if stopped:
+        _say_stopped(len(found.rows), "runs")
+
+
+def _print_layouts(found: LayoutSearch, node: Platform, stopped: bool) -> None:
+    """The same in lines. node: the machine."""
+    from sim.report.error_bars import error_lines, ratio_error
+    from sim.units import format_percent
+
+    print("best       ", found.best or "nothing fits")
+    if found.runner_up:
+        error, on = ratio_error(layouts=True)
+        told = f" (not told from the best: the model's own error is {format_percent(error)}, {on})"
+        print("runner-up  ", f"{found.runner_up}{told if found.is_close else ''}")
+    for row in found.front[1:]:
+        print("less memory", row)
+    if stopped:
+        _say_stopped(len(found.rows), "runs")
+    print(
+        f"{len(found.rows)} runs; {found.cannot_fit} layouts cannot hold their training state; "
+        f"{found.left_out} left out by an estimate of their time (--most)"
+    )
+    if found.best is not None:
+        for line in error_lines([node], also=["layouts", "peak"]):
+            print(line)
 
 
 class Found(NamedTuple):
