@@ -215,11 +215,11 @@ def search_layouts(
         )
     capacity = node.home(0).capacity if budget is None else _bytes(budget)
     manages = {word for policy in policies for word in load(policy).manages}
-    fit = [
-        each
-        for each in candidates
-        if least_state(trace, each, manages) <= capacity and _is_held(trace, each, node, budget)
-    ]
+
+    def may_fit(layout: Layout) -> bool:
+        return least_state(trace, layout, manages) <= capacity and _is_held(trace, layout, node, budget)
+
+    fit = list(filter(may_fit, candidates))
     estimates = {layout: estimator.of(layout) for layout in fit} if devices > 1 else {}
     fit = _ranked(fit, estimates, capacity, most, is_short=seconds is not None)
     rows: list[Found] = []
@@ -243,14 +243,9 @@ def search_layouts(
             unlimited[layout] = _kept(divided, platform)
             least = unlimited[layout][0]
         for policy in policies:
-            times = [row.makespan_ns for row in rows if row.makespan_ns is not None]
             if is_late():
                 break
-            if fastest and times and min(times) * (1 - NEARLY) * _saving(policy, rows, unlimited) <= least:
-                continue
-            if fastest and any(
-                row.layout == layout and row.makespan_ns and _has_part(policy, row.policy) for row in rows
-            ):
+            if fastest and _is_beaten(policy, layout, least, rows, unlimited):
                 continue
             if policy == "keep_all" and layout in unlimited and _is_enough(platform, capacity, unlimited[layout][1]):
                 rows.append(Found(layout, policy, *unlimited[layout]))
@@ -298,6 +293,16 @@ def _ranked(
         first.remove(soonest)
         first.insert(0, soonest)
     return first[:most] + sorted(first[most:], key=lambda layout: estimates[layout].spare(capacity))
+
+
+def _is_beaten(
+    policy: str, layout: Layout, least: int, rows: Sequence[Found], unlimited: Mapping[Layout, tuple[int, int]]
+) -> bool:
+    """Whether a policy can't be much faster than what has been found. least: its layout's time in unlimited memory."""
+    times = [row.makespan_ns for row in rows if row.makespan_ns is not None]
+    if times and min(times) * (1 - NEARLY) * _saving(policy, rows, unlimited) <= least:
+        return True
+    return any(row.layout == layout and row.makespan_ns and _has_part(policy, row.policy) for row in rows)
 
 
 def _saving(policy: str, rows: Sequence[Found], unlimited: Mapping[Layout, tuple[int, int]]) -> float:

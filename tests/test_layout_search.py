@@ -383,7 +383,8 @@ def test_the_best_is_the_fastest_that_was_simulated_and_fits(base: Trace) -> Non
     assert found.runner_up.layout != found.best.layout
     peaks = [row.peak_bytes for row in found.front]
     assert peaks == sorted(peaks, reverse=True)
-    assert len(found.rows) == 6
+    assert len({row.layout for row in found.rows[:6]}) == 3
+    assert len({row.layout for row in found.rows}) <= 6, "as many variants at most"
     assert found.left_out == len(list(layouts(base, 2, 8))) - 3
 
 
