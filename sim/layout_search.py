@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.analysis.peak_memory import home_peak
-from sim.analysis.stages import exposed_ns
+from sim.analysis.stages import stages
 from sim.arguments import explained
 from sim.errors import LayoutError, TiersimError, near
 from sim.experiment import reference_run, simulate
@@ -411,7 +411,8 @@ def _row(
         log = simulate(trace, platform, policy, budget=budget).log
     except TiersimError as error:
         return Found(layout, policy, None, 0, str(error).partition("\n")[0])
-    return Found(layout, policy, log.end, home_peak(log), hidden_ns=log.end - exposed_ns(log, varied))
+    exposed = sum(stage.exposed_ns for stage in stages(log, varied))
+    return Found(layout, policy, log.end, home_peak(log), hidden_ns=log.end - exposed)
 
 
 def _bytes(budget: int | str) -> int:

@@ -908,8 +908,8 @@ def test_what_is_simpler_and_as_fast_within_the_models_error_is_named(config):
             for name, slower in (("stronghold + swap_all", 1.0), ("superoffload", 1.01), ("dtr", 1.03),
                                  ("hybrid", 1.02), ("rotor", 1.2))]  # fmt: skip
     text = replace(given, best=rows[0], rows=tuple(rows)).text()
-    assert "Simpler: hybrid, 2 % slower, within the model's own error of 4.3 %." in text
-    assert "; it can't be told from the best, nor can 2 more (within the model's own error of 4.3 %, n = 11)." in (
+    assert "Simpler: hybrid, 2 % slower, within the model's own error of 4.1 %." in text
+    assert "; it can't be told from the best, nor can 2 more (within the model's own error of 4.1 %, n = 11)." in (
         replace(given, best=rows[0], runner_up=rows[1], rows=tuple(rows)).text()
     )
     far = replace(given, best=rows[0], runner_up=rows[4], rows=(rows[0], rows[4]))
@@ -917,7 +917,7 @@ def test_what_is_simpler_and_as_fast_within_the_models_error_is_named(config):
     other = replace(far, runner_up={**rows[4], "parallel": "dp 2", "samples_per_s": rows[0]["samples_per_s"] / 1.1})
     assert "can't be told from the best (within the model's own error of 15 %, nine of ten, n = 88)" in other.text()
     assert {key: bar["rows"] for key, bar in given.as_dict()["error"].items()}["policies"] == 11
-    assert "\nerror, beside published runs: the ratio of two policies' times 4.3 %" in given.text()
+    assert "\nerror, beside published runs: the ratio of two policies' times 4.1 %" in given.text()
     assert "Simpler" not in replace(given, best=rows[3], rows=tuple(rows)).text()
     assert repr(given) == given.text().rstrip()
 

@@ -75,9 +75,9 @@ def _moves_of(log: EventLog, device: int, axes: Collection[str] | None) -> Ints:
     return np.array([row for row in rows.tolist() if c.group.get(int(ops[row])) in mine], np.int64)
 
 
-def _several(log: EventLog, axes: Collection[str] | None = None) -> tuple[Stage, ...]:
+def _several(log: EventLog) -> tuple[Stage, ...]:
     """The stages of a trace on several devices, or on one that stands for several; none for a device alone."""
-    return stages(log, axes) if log.trace.devices > 1 or log.trace.op_columns.ring else ()
+    return stages(log) if log.trace.devices > 1 or log.trace.op_columns.ring else ()
 
 
 def _bubble(log: EventLog, _: Reference | None) -> float | None:
@@ -85,13 +85,8 @@ def _bubble(log: EventLog, _: Reference | None) -> float | None:
     return sum(stage.bubble_ns for stage in table) / (len(table) * log.end) if table and log.end else None
 
 
-def exposed_ns(log: EventLog, axes: Collection[str] | None = None) -> int:
-    """Communication that nothing hides, summed over the devices; axes: see `stages`."""
-    return sum(stage.exposed_ns for stage in _several(log, axes))
-
-
 def _exposed(log: EventLog, _: Reference | None) -> int:
-    return exposed_ns(log)
+    return sum(stage.exposed_ns for stage in _several(log))
 
 
 def _exchanged(log: EventLog, _: Reference | None) -> int:

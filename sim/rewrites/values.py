@@ -235,12 +235,12 @@ class _Check:
         return every if self.of_tensors is self.claims else [resolved(claim) for claim in every]
 
     def times_as_wide(self, t: int) -> int:
-        """How often the type of what a tensor stands for goes into its own, which loses nothing; 0 where it does."""
+        """How often the type of what a tensor stands for goes into its own, which loses nothing; else 1."""
         claim, dtype, of_base = _inmost(self.claims[t]), self.trace.tensor_columns.dtype, self.base.tensor_columns.dtype
         if not isinstance(claim, Same):
-            return 0
+            return 1
         own, base = (WIDER.get(each, 0) for each in (dtype[t], of_base[claim.id]))
-        return own // base if own > base > 0 else 0
+        return own // base if own > base > 0 else 1
 
     def check_formats(self) -> None:
         """A code in a known format loses what that format loses."""
