@@ -68,7 +68,7 @@ def small_problems() -> dict[str, tuple[Trace, Platform, int | None]]:
 
 def stages() -> tuple[Trace, Platform, int]:
     """Two stages of a pipeline on cards with slow links, of which the first holds more."""
-    small = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 200, "n_positions": 64}
+    small = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 200, "n_positions": 264}
     base, slow = transformer(small, batch=4, sequence=64, precision="amp_fp16"), {"links.nvlink.rate": "2 GB/s"}
     slow |= {f"links.{link}.rate": "1 GB/s" for link in ("d2h", "h2d")}
     trace, platform = lay_out(base, "v100_16", {"pp": 2, "micro_batches": 4, "schedule": "1f1b"}, overrides=slow)
