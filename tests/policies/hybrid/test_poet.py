@@ -59,7 +59,7 @@ def cost(result: Result) -> float:
     took = ops.end_ns - ops.start_ns
     if not result.platform.energy:
         return float(took.sum() + (moves.end_ns - moves.start_ns).sum())
-    each = moves.lane.map(result.platform.energy)
+    each = moves.lane.map(result.platform.energy).astype(float)  # of no moves, a text
     return float(result.platform.energy["npu"] * took.sum() / 1e9 + (each * moves.bytes).sum())
 
 
