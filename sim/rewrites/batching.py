@@ -311,15 +311,12 @@ class _Split:
             if op.id in self.ops_elsewhere:
                 continue
             meets = self.reduced and op.group and op.group == self.reduced[-1][1].group
-            if (
-                self.reduced
-                and not meets
-                and (
-                    not self.splits[op.id]
-                    or self.buckets.ends(self.reduced[-1][1], op)
-                    or self.buckets.is_full(self.reduced, number)
-                )
-            ):
+            is_closed = self.reduced and (
+                not self.splits[op.id]
+                or self.buckets.ends(self.reduced[-1][1], op)
+                or self.buckets.is_full(self.reduced, number)
+            )
+            if is_closed and not meets:
                 self._reduce()
                 number += 1
             if self.splits[op.id]:
@@ -606,9 +603,8 @@ class _Split:
     def _reduce(self) -> None:
         """Sum what waits over the ranks that have it, each kind by one collective."""
         waiting, self.reduced = self.reduced, []
-        if (
-            len(parts := {self.buckets.part[op.id]: None for _, op, _ in waiting}) > 1
-        ):  # what stages have summed together
+        parts = dict.fromkeys(self.buckets.part[op.id] for _, op, _ in waiting)
+        if len(parts) > 1:  # what stages have summed together
             for part in parts:
                 self.reduced = [each for each in waiting if self.buckets.part[each[1].id] == part]
                 self._reduce()

@@ -94,9 +94,10 @@ def pipeline(
         split, which, versions = consecutive_steps(trace, micro_batches, _behind(trace, base_part, stages))
     else:
         on = [device_of(q, stages, schedule) for q in range(parts)]
+        sums = list[int]()
         if not dealt and experts == 1:
             trace, base_part = with_kept_terms(trace, base_part, _sums_over_devices(trace, [on[q] for q in base_part]))
-        sums = [] if dealt or experts > 1 else _sums_over_devices(trace, [on[q] for q in base_part])
+            sums = _sums_over_devices(trace, [on[q] for q in base_part])
         trace, base_part, late, once = with_copies(trace, base_part, on, sums)
         replicas: dict[str, Any] = {"experts": experts, "once": once, "buckets": buckets, "apart": base_part}
         replicas["own_statistics"] = own_statistics
