@@ -85,6 +85,7 @@ class Estimator:
         self.family = dimensions(trace).family
         self.experts = experts_of(trace).keys() | weights_in_turn(trace)
         self.largest_op = largest_op(trace, node)[1]
+        self.in_update = _most_in_update(trace)
         self.rings = cache(partial(ring_rates, node))
 
     def of(self, layout: Layout) -> Estimate:
@@ -100,10 +101,13 @@ class Estimator:
         time, most = _scheduled(layout, unit, np.stack([saved, passed], axis=1) / (ranks * n))
         largest = (float(self._by_layer(layout.schedule in DIVIDED)[2].max()) + self.largest_op) / (ranks * n)
         device = [device_of(q, layout.pp, layout.schedule) for q in range(layout.parts)]
-        kept = np.zeros(layout.pp)
+        kept, updated = np.zeros(layout.pp), np.zeros(layout.pp)
         divided = [layout.zero >= level for level in LEVEL_OF]
         dense = (state - of_experts) / np.where(divided, shards, 1)
-        np.add.at(kept, device, (dense + of_experts / np.where(divided, shards, layout.ep)).sum(axis=1) / layout.tp)
+        held = (dense + of_experts / np.where(divided, shards, layout.ep)) / layout.tp  # (parts, kinds of state)
+        np.add.at(kept, device, held.sum(axis=1))
+        np.add.at(updated, device, held[:, 0])
+        most = np.maximum(most, (self.in_update / max(state[:, 0].sum(), 1) * updated)[:, None])
         everything, recomputed = (int(each) for each in (kept[:, None] + most).max(axis=0))
         recomputed = min(everything, recomputed + int(largest))
         return Estimate(time + self._exchanged(layout), int(kept.max()), recomputed, everything)
@@ -216,6 +220,16 @@ class Estimator:
             widths = [trace.tensor_columns.shape[trace.tensor_id(name)][-1] for name in self.experts if "gate" in name]
             total = sum(map(sum, layers.values())) * 2.0 * max(widths, default=0)
         return total
+
+
+def _most_in_update(trace: Trace) -> int:
+    """The most bytes that results of the optimizer's ops take at once, beside the state that they replace."""
+    c, made, last = trace.tensor_columns, trace.producer, trace.last_use
+    own = (made >= 0) & (trace.op_columns.phase[made] == PHASE_CODE["update"]) & (c.replaces < 0)
+    change = np.zeros(len(trace.ops) + 1, np.int64)
+    np.add.at(change, made[own], c.bytes[own])
+    np.subtract.at(change, np.maximum(last, made)[own] + 1, c.bytes[own])
+    return int(np.cumsum(change).max())
 
 
 def _scheduled(layout: Layout, unit: Times, held: Times) -> tuple[float, Times]:

@@ -333,7 +333,8 @@ def test_estimates_know_what_experts_hold_send_and_update() -> None:
             found.append(estimator.of(layout))
             runs.append(simulate(trace, "a100_80_sxm", parallel=layout).log)
     assert spearmanr([each.time_ns for each in found], [log.end for log in runs]) > 0.9
-    assert spearmanr([each.kept_bytes for each in found], [home_peak(log) for log in runs]) > 0.8
+    off = np.array([each.kept_bytes for each in found]) / [home_peak(log) for log in runs]
+    assert 0.85 < off.min() <= off.max() < 1.2  # most of it is what the optimizer's own results take
 
 
 def spearmanr(first, second) -> float:
