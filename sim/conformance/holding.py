@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from sim.conformance.replayed import LawBroken
 from sim.trace.graph import Trace
 from sim.trace.origin import Along, Encoded, Expr, Fused, Glue, Lossy, Microbatch, Origin, Packed, Part, Rowwise, Same
+from sim.trace.tensor import ROLE_CODE
 
 Batch = tuple[int, int, int] | None
 """Microbatches (first, stop, count), None for all of them."""
@@ -20,9 +21,9 @@ def check_holding(trace: Trace, base: Trace) -> None:
     """A tensor that the program releases at an op is held until what stands for that op has run, in whatever order.
 
     It counts as far as it is on the tensor's device, in its iteration and its microbatches (or, where those have none,
-    in none); where it is not, the nearest op before it that is. What a rewrite adds, what is overwritten in place and
-    outputs have no release point; a value that only gets another name in its storage is held by that name. A plan may
-    drop what is held, as its log then says.
+    in none); where it is not, the nearest op before it that is. Of a gradient it is the sum over all microbatches that
+    is held. What a rewrite adds otherwise, what is overwritten in place and outputs have no release point; a value that
+    only gets another name in its storage is held by that name. A plan may drop what is held, as its log then says.
     """
     origin = Origin.identity(trace)
     device = trace.op_columns.device.tolist()
@@ -31,13 +32,16 @@ def check_holding(trace: Trace, base: Trace) -> None:
         for id, iteration, batch in _leaves(expr):
             places[device[op], iteration, batch].append((id, op))
     outputs, names = set(trace.outputs), trace.tensor_columns.name
+    is_gradient = trace.tensor_columns.role == ROLE_CODE["gradient"]
     for t, expr in enumerate(origin.tensors):
         producer, last = int(trace.producer[t]), _last_name(trace, origin, t)
-        if producer < 0 or last in outputs or trace.replaced_by[last] >= 0 or isinstance(origin.ops[producer], Glue):
+        if producer < 0 or last in outputs or trace.replaced_by[last] >= 0:
+            continue
+        if isinstance(origin.ops[producer], Glue) and not is_gradient[t]:
             continue
         for id, iteration, batch in _leaves(expr):
             release = int(base.released[id])
-            if release < 0:
+            if release < 0 or (is_gradient[t] and batch is not None):
                 continue
             ends = [
                 max((at for at in places[device[producer], iteration, which] if at[0] <= release), default=None)

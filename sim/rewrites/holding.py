@@ -45,9 +45,11 @@ def carry_releases(old: Trace, new: Trace, origin: Origin) -> Trace:
     A tensor that an op of the old trace produces is held until the end of the op that stands for the old release
     point, in the same iteration and microbatch and on the same device; one of no microbatch that nothing reads, such as
     a weight that ZeRO gathers for what has a cast of it, until the last op that stands for that point. If that op is on
-    another device or left out, the tensor is held until the last preceding op on this device. Tensors that a rewrite
-    adds (a received copy, an encoding) and tensors whose storage is taken over are not held; where that only gives a
-    value another name, the last name is held. What variables let go of is found in the same way.
+    another device or left out, the tensor is held until the last preceding op on this device. A gradient is held as the
+    sum of its microbatches and ranks, or this rank's part of it, whatever op adds it up; a term of it is not. Other
+    tensors that a rewrite adds (a received copy, an encoding) and tensors whose storage is taken over are not held;
+    where that only gives a value another name, the last name is held. What variables let go of is found in the same
+    way.
     """
     places = _Places(new, origin)
     columns = {"releases": released_by(new, _carried(old, new, origin, places, "releases"))}
@@ -60,11 +62,12 @@ def _carried(old: Trace, new: Trace, origin: Origin, places: _Places, key: str) 
     """The points of a new trace that stand for those of the old one, as (tensor, op) in order."""
     assert new.origin is not None
     order = {t: (rank, op) for rank, (t, op) in enumerate(points(old, key))}
-    release_points: list[tuple[int, int, int]] = []
+    until: dict[int, tuple[int, int]] = {}  # several names of one value may end in the same
     gradient = new.tensor_columns.role == ROLE_CODE["gradient"]
     for t, expr in enumerate(origin.tensors):
         producer, name = int(new.producer[t]), _last_name(new, origin, t)
-        if producer < 0 or isinstance(origin.ops[producer], Glue) or new.replaced_by[name] >= 0:
+        is_added = producer >= 0 and isinstance(origin.ops[producer], Glue) and not gradient[t]
+        if producer < 0 or is_added or new.replaced_by[name] >= 0:
             continue
         turn, device = _turn_of_tensor(new, t), int(new.op_columns.device[producer])
         if turn[1] is not None and gradient[t]:
@@ -74,8 +77,8 @@ def _carried(old: Trace, new: Trace, origin: Origin, places: _Places, key: str) 
         place = partial(places.any_turn if unread else places.last, turn)
         ends = [(place(op, leaf.iteration, device), rank) for leaf, rank, op in held]
         if ends:
-            release_points.append((*max(ends), name))
-    return [(t, op) for op, _, t in sorted(release_points)]
+            until[name] = max(*ends, until.get(name, (-1, -1)))
+    return [(t, op) for (op, _), t in sorted((place, t) for t, place in until.items())]
 
 
 def _turn_of_tensor(new: Trace, t: int) -> Turn:

@@ -147,9 +147,10 @@ class _Copy:
         reads, writes, slots = self.operands(op)
         if t not in writes:
             return False
+        has_own = [self._add(each, forward) for each in reads]
+        if op in trace.op_columns.ring and not any(has_own):  # what is sent is their sum, not the terms
+            return False
         self.ops[op] = slots
-        for each in reads:
-            self._add(each, forward)
         self.tensors.update(writes)
         return True
 

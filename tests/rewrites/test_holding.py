@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.conformance.holding import check_holding
 from sim.conformance.random_traces import held, random_traces
+from sim.conformance.replayed import LawBroken
+from sim.layout import lay_out
 from sim.rewrites.holding import with_points, with_releases
 from sim.rewrites.rewrite import (
     Codec,
@@ -23,6 +26,7 @@ from sim.rewrites.rewrite import (
 )
 from sim.rewrites.values import check_origin
 from sim.trace import Trace, TraceBuilder
+from workloads import transformer
 
 
 def step(*, until: str = "c", layers: bool = False) -> Trace:
@@ -115,6 +119,30 @@ def test_order_engine_and_cut():
     assert points(reorder(more, ["apart", "a", "b", "c", "back", "step"])) == {}  # it is let go with its reader
     assert points(cut(trace, 2)) == {"a.y": "b"}  # held to the end of what is left
     assert points(cut(step(until="step"), 4)) == {"a.y": "back"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "released"),
+    [
+        ({"dp": 2}, "fc.weight.grad.reduced"),
+        ({"micro_batches": 2}, "fc.weight.grad"),
+        ({"dp": 2, "bucket": "ddp"}, "fc.weight.grad.reduced"),
+        ({"dp": 2, "zero": 2, "micro_batches": 2}, "fc.weight.grad.shard"),
+        ({"dp": 4, "zero": 3, "shard_within": 2}, "fc.weight.grad.reduced.mb0.shard"),
+    ],
+    ids=str,
+)
+def test_a_gradient_is_held_as_the_sum_of_its_terms(layout: dict, released: str) -> None:
+    """A loop over parameters holds the gradients of a layer until it has updated all of them."""
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 8, "vocab_size": 16}
+    base = transformer(config, batch=4, sequence=8, precision="fp32", optimizer="adamw_loop")
+    trace, _ = lay_out(base, "a100_80_sxm", layout)
+    check_holding(trace, base)
+    of_fc = {t: op for t, op in points(trace).items() if t.startswith("h0.mlp.fc.weight")}
+    assert of_fc == {f"h0.mlp.{released}": points(base)["h0.mlp.fc.weight.grad"]}
+    kept = [(trace.tensor_id(t), trace.op_id(op)) for t, op in points(trace).items() if t not in of_fc]
+    with pytest.raises(LawBroken, match=r"holds 'h0.mlp.fc.weight.grad' until .* releases 'h0.mlp.fc.weight.grad"):
+        check_holding(with_releases(trace, kept), base)
 
 
 @pytest.mark.parametrize(("until", "expected"), [("c", "b"), ("b", "b"), ("back", "back")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ GPT2 = {"model_type": "gpt2", "n_layer": 4, "n_embd": H, "n_head": 4, "n_positio
 
 
 @cache
-def step(precision: str = "mixed_bf16", optimizer: str = "adamw_fused", **options: str) -> Trace:
+def step(precision: str = "mixed_bf16", optimizer: str = "adamw_fused", **options: Any) -> Trace:
     return transformer(GPT2, batch=8, sequence=16, precision=precision, optimizer=optimizer, **options)
 
 
@@ -108,6 +109,18 @@ def test_each_stage_updates_its_own_copy_to_the_same(layout: dict, options: dict
     trace, platform = lay_out(base, "a100_80_sxm", layout, kernels=partial(with_stack, stack=stack))
     assert what(trace, base) <= {"repeated"}
     assert what(all_ranks(trace), base) <= {"repeated"}
+    assert simulate(trace, platform).log.end
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["mixed_bf16", "megatron_bf16"])
+def test_what_ranks_of_tokens_sum_is_sent_to_the_other_stage(precision: str, zero: int) -> None:
+    base = step(precision, attention="flash", dropout=0.0)
+    trace, platform = lay_out(base, "a100_80_sxm", {"pp": 2, "dp": 2, "cp": 2, "zero": zero})
+    assert what(trace, base) <= {"repeated"}
+    assert what(all_ranks(trace), base) <= {"repeated"}
+    summed = [op for op in trace.ops if op.ring and any("wte.weight" in trace.tensors[t].name for t in op.writes)]
+    assert {op.ring.axis for op in summed if op.ring} == {"data_context"}
     assert simulate(trace, platform).log.end
 
 
