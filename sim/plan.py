@@ -228,6 +228,15 @@ class Unpressed:
     headroom: int = 0
 
 
+READ_ONLY = ("place", "notes")
+"""Mappings of a plan that are copied when it is made, and cannot be changed in it."""
+
+
+def _read_only(given: Any) -> Any:
+    """A view of a copy of a mapping; what is none, which a policy's notes may be, as it is."""
+    return MappingProxyType(dict(given)) if isinstance(given, Mapping) else given
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a policy decides; it can be run any number of times.
@@ -256,13 +265,14 @@ class Plan:
     def __post_init__(self) -> None:
         # what has been replayed is not replayed again, and a plan may stand for many runs: nobody changes one
         object.__setattr__(self, "actions", counted(self.actions, len(self.trace.op_columns.name)))
-        object.__setattr__(self, "place", MappingProxyType(dict(self.place)))
+        for name in READ_ONLY:
+            object.__setattr__(self, name, _read_only(getattr(self, name)))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "place": dict(self.place)}
+    def __getstate__(self) -> dict[str, Any]:  # a view of a mapping can't be pickled
+        return {key: dict(kept) if isinstance(kept, MappingProxyType) else kept for key, kept in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, place=MappingProxyType(state["place"]))
+        vars(self).update(state, **{name: _read_only(state[name]) for name in READ_ONLY})
 
     def __repr__(self) -> str:
         kinds = Counter(type(action).__name__ for action in self.actions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -177,6 +178,9 @@ def test_a_state_that_nothing_changes_is_read_and_not_written_back() -> None:
     assert done.plan.place[unread] == "nvme"
     with pytest.raises(TypeError):  # other runs may have the same plan
         done.plan.place[unread] = "hbm"
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        done.plan.notes["steps"] = 0  # nor for a policy that looks back at earlier runs
+    assert pickle.loads(pickle.dumps(done.plan)) == done.plan
 
 
 def test_a_tile_is_read_when_the_buffers_of_the_one_before_the_last_are_written() -> None:
