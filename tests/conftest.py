@@ -218,7 +218,7 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     """The one place where a test becomes quick, or long, or is left out because it passed before (`--rest`)."""
     if config.option.rest and not hasattr(config, "cache"):
-        raise pytest.UsageError("--rest needs pytest's cache, which says what has passed: leave out -p no:cacheprovider")
+        raise pytest.UsageError("--rest needs the cache of what has passed: leave out -p no:cacheprovider")
     if config.option.rest:
         passed = set(config.cache.get(PASSED, []))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])

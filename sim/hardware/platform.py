@@ -227,6 +227,20 @@ class Dispatch:
     is_graph: bool = False
 
 
+class _TierIds(dict[str, int]):
+    """Positions by the name of a tier; another name is refused in words, whoever asks for it."""
+
+    def __init__(self, platform: str, ids: Mapping[str, int]) -> None:
+        super().__init__(ids)
+        self.platform = platform
+
+    def __missing__(self, name: str) -> int:
+        raise ProfileError(f"{self.platform}: no tier {name!r}{near(name, self)}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.platform, dict(self))
+
+
 @dataclass(frozen=True, eq=False)
 class Platform:
     """A whole machine, checked. Tiers, engines and links are looked up by name or by position.
@@ -295,8 +309,8 @@ class Platform:
 
     @cached_property
     def tier_ids(self) -> dict[str, int]:
-        """Position of each tier by name."""
-        return {tier.name: i for i, tier in enumerate(self.tiers)}
+        """Position of each tier by name; for another name a ProfileError with the nearest one."""
+        return _TierIds(self.name, {tier.name: i for i, tier in enumerate(self.tiers)})
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:
@@ -311,8 +325,6 @@ class Platform:
 
     def tier(self, name: str) -> Tier:
         """A tier by name. Raises ProfileError with the nearest name."""
-        if name not in self.tier_ids:
-            raise ProfileError(f"{self.name}: no tier {name!r}{near(name, self.tier_ids)}")
         return self.tiers[self.tier_ids[name]]
 
     def main_engine(self, device: int = 0) -> Engine:

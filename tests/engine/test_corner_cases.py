@@ -8,7 +8,7 @@ import pytest
 
 from sim.engine.event_path.record import Columns
 from sim.engine.replay import replay
-from sim.errors import IllegalPlan, TraceError
+from sim.errors import IllegalPlan, ProfileError, TraceError
 from sim.hardware.platform import Allocator, Link, Tier
 from sim.plan import Drop, Move, Online, Plan, Recompute, Wait
 from sim.trace import TraceBuilder
@@ -201,6 +201,22 @@ def test_free_neighbours_are_those_of_the_copy_in_that_tier():
     none = (0, 0)
     assert seen[0] == [(0, 90), none, none, none, none, none]
     assert seen[2] == [(0, 20), none, none, none, (20, 60), none]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("question", ["free", "leaving", "arriving", "largest_hole", "neighbours", "residents"])
+def test_a_question_about_a_tier_that_is_not_there_is_answered_in_words(question, pooled):
+    """On either path: a tier with an allocator takes the one of events."""
+
+    class Looks(Online):
+        def before(self, op, memory):
+            list(memory.residents("hmb")) if question == "residents" else getattr(memory, question)(*given)
+            return ()
+
+    given, near = (0, "hmb") if question == "neighbours" else ("hmb",), machine()
+    pool = Tier("hbm", 100, 100, GB, device=0, allocator=Allocator("pool", (("rounding", 1),)))
+    with pytest.raises(ProfileError, match=r"^.*: no tier 'hmb' \(did you mean 'hbm'\?\)"):
+        replay(Plan(three().build(), online=Looks), replace(near, tiers=(pool, *near.tiers[1:])) if pooled else near)
 
 
 def test_a_route_of_several_links_is_taken_whole():
