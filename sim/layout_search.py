@@ -20,8 +20,9 @@ blocks (its pull requests 2854 and 2912). Here layout and memory policy are comp
 these parts are not divided apart.
 
 Then the `variants` of the fastest are tried, layouts that differ in how they exchange the same: buckets of gradients,
-where gathered weights stay, keys and values in blocks. They are asked for only where a layout without the exposed part
-of what they exchange would be faster than the best so far by more than `NEARLY`, at most `most` of them.
+where gathered weights stay, whether all replicas divide the training state or those of each node, keys and values in
+blocks. They are asked for only where a layout without the exposed part of what they exchange would be faster than the
+best so far by more than `NEARLY`, at most `most` of them.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ def search_layouts(
                 rows.append(_row(layout, policy, divided, platform, budget, by_part))
             on_row(rows[-1])
     if not fastest:
-        for layout, names in _worth_varying(rows, most, divisions(trace) if by_part else ()):
+        for layout, names in _worth_varying(rows, most, divisions(trace) if by_part else (), per_node):
             if is_late():
                 break
             try:
@@ -337,7 +338,7 @@ def _in_turn(
 
 
 def _worth_varying(
-    rows: Sequence[Found], most: int, by_part: Sequence[Parts] = ()
+    rows: Sequence[Found], most: int, by_part: Sequence[Parts], per_node: int
 ) -> Iterator[tuple[Layout, list[str]]]:
     """Variants of the layouts of rows, those of the fastest first, each with the policies under which it may be faster
     than all rows, which grow meanwhile; at most so many."""
@@ -347,7 +348,7 @@ def _worth_varying(
     for row in first:
         by_layout.setdefault(row.layout, []).append(row)
     for layout, own in by_layout.items():
-        for variant in variants(layout, by_part):
+        for variant in variants(layout, by_part, per_node):
             best = min(row.makespan_ns for row in rows if row.makespan_ns is not None)
             names = [row.policy for row in own if row.hidden_ns < best * (1 - NEARLY)]
             if number == most or not names:
@@ -368,15 +369,20 @@ def divisions(trace: Trace) -> list[Parts]:
     return [each for each in sets if _is_valid(check_by_tokens, trace, each, 2)]
 
 
-def variants(layout: Layout, by_part: Sequence[Parts] = ()) -> Iterator[Layout]:
+def variants(layout: Layout, by_part: Sequence[Parts] = (), per_node: int = 0) -> Iterator[Layout]:
     """Layouts that differ from one only in how the same is exchanged; those that differ in one thing first.
 
     by_part: of layouts with sequence parallelism, parts of layers that may be divided by tokens.
+    per_node: devices of a node; where replicas of several divide the training state, those of each may do so for
+        themselves. 0: not known.
     """
     weights: list[dict[str, Any]] = [{}]
     if layout.zero == 3:
         weights.append({"reshard": False})
         weights += [{"reshard_to": n} for n in _divisors(layout.dp)[1:-1] if layout.ep == 1]
+    within = per_node // (layout.tp * layout.cp)
+    if layout.zero and layout.ep == 1 and 1 < within < layout.dp and layout.dp % within == 0:
+        weights.append({"shard_within": within})
     buckets = [{"bucket": size} for size in (BUCKETS if layout.dp * layout.cp > 1 else BUCKETS[:1])]
     blocks = [{"ring_attention": ring} for ring in ((False, True) if layout.cp > 1 else (False,))]
     some = by_part if layout.sequence_parallel else ()
@@ -539,7 +545,7 @@ def least_state(trace: Trace, layout: Layout, manages: Collection[str] = ()) -> 
     for (role, is_divided, is_dealt), sizes in parts.items():
         if MANAGED_AS[role] in manages:
             continue
-        share, same = layout.tp if is_divided else 1, layout.dp * layout.cp
+        share, same = layout.tp if is_divided else 1, (layout.shard_within or layout.dp) * layout.cp
         if is_dealt and layout.ep > 1:
             share, same = share * layout.ep, same // layout.ep
         if layout.zero == 3 or (layout.zero and role != "weight"):

@@ -241,6 +241,18 @@ def test_experts_are_divided_where_there_are_some(base: Trace, mixture: Trace) -
     assert any(layout.cp > 1 and layout.ep > 1 for layout in found)
 
 
+HYBRID = Layout(dp=4, zero=3, shard_within=2)
+
+
+def test_replicas_of_a_node_may_divide_the_state_for_themselves() -> None:
+    found = list(variants(Layout(dp=8, tp=2, zero=3), per_node=8))
+    assert {each.shard_within for each in found} == {0, 4}
+    assert len(found) == 5 * len(BUCKETS) - 1  # reshard false, reshard_to 2 and 4, shard_within 4
+    one_node, one_each = (Layout(dp=4, zero=3), 8), (Layout(dp=8, tp=2, zero=1), 2)
+    for layout, per_node in (one_node, one_each, (Layout(dp=8, zero=3, ep=2), 4), (Layout(dp=8), 4)):
+        assert {each.shard_within for each in variants(layout, per_node=per_node)} == {0}
+
+
 def test_a_device_holds_at_least_its_part_of_the_experts(mixture: Trace) -> None:
     for layout in layouts(mixture, 4, 8, ["1f1b"]):
         if layout.micro_batches > 1:
@@ -351,7 +363,7 @@ def test_a_search_ends_in_time_with_what_it_has(base: Trace) -> None:
 
 
 def test_a_device_holds_at_least_its_part_of_the_state(base: Trace) -> None:
-    for layout in (Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2, pp=2), Layout(pp=2)):
+    for layout in (Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2, pp=2), Layout(pp=2), HYBRID):
         trace, _ = lay_out(base, "a100_80_sxm", layout)
         held = [0] * trace.devices
         for t in trace.tensors:
