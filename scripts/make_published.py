@@ -111,9 +111,10 @@ REASONS = {
     "fpbert": (
         "Memory is read from the card, in whole GiB, context and cached blocks included; whether fp32 "
         "products ran in TF32 is not stated, and is assumed on the A100. AdamW loops over parameters, as in PyTorch "
-        "1.13 by default, whose zero_grad keeps gradients. That one card without DDP holds 5 GiB more is not "
-        "explained; whether its CUDA loads all kernels (1 GiB) is not known. The network of the two nodes is 200 Gb/s "
-        "each."
+        "1.13 by default, whose zero_grad keeps gradients. One card (fpbert-04) runs a batch of 16 here, as its "
+        "configuration sets and an earlier version of the page printed with the same rate and memory; the page now "
+        "prints 12, which would not explain 5 GiB more than with DDP. Whether its CUDA loads all kernels (1 GiB) is "
+        "not known. The network of the two nodes is 200 Gb/s each."
     ),
     "fpres": (
         "Memory is read from the card, cached blocks and the workspaces of cuDNN's algorithms included; its CUDA, "
