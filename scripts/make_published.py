@@ -100,7 +100,7 @@ REASONS = {
         "to the next one's micro-batch is then ours to the last digit (fpgpt-04, fpll1-04). Kernels are loaded from "
         "the start, as CUDA 11.8 does by default. PaddlePaddle holds reduced gradients until its CPU knows of it; "
         "whether that waits between micro-batches (fpgpt-01), and how far it is ahead (fpgpt13-01), are not known. Its "
-        "pool of memory stands as PyTorch's. Stages that recompute hold 2 GiB more there: not explained."
+        "pool of memory stands as PyTorch's."
     ),
     "fpll1": (
         "Memory as fpgpt. PaddleNLP fuses the norms alone where its page says so; rotary "
