@@ -313,6 +313,9 @@ def bars(figures: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
+RECIPES_OF_NVIDIA = ("nemo", "mllama", "mbr", "nlong")
+"""Sources that print what NVIDIA measured with its own framework: NeMo and Megatron Bridge, on Megatron Core."""
+
 FEWEST = {"rows": 10, "sources": 3}
 """How many rows and sources of a machine are enough for an error of its own."""
 
@@ -389,7 +392,13 @@ def summary(found: Sequence[Row]) -> list[str]:
         (", a reading of the whole card", [row for row in found if reads_card(row)]),
         (", a reading of which it is not said", [row for row in found if not (counts_tensors(row) or reads_card(row))]),
     ]
-    machines = [(f", on `{name}`", part) for name, part in by_machine(found).items()]
+    machines = []
+    for name, part in by_machine(found).items():
+        machines.append((f", on `{name}`", part))
+        vendors = [row for row in part if source_of(row) in RECIPES_OF_NVIDIA]
+        if vendors:
+            machines.append((f", on `{name}`, NVIDIA's own recipes", vendors))
+            machines.append((f", on `{name}`, all others", [row for row in part if row not in vendors]))
     for kind, what in WHAT.items():
         for name, part in [*groups, *(machines if kind == "time" else ())]:
             values = errors(part)[kind]
@@ -399,7 +408,21 @@ def summary(found: Sequence[Row]) -> list[str]:
                     f"| {what if not name else '… ' + name.removeprefix(', ')} | {b['rows']} | {b['median']:.1%} | "
                     f"{b['nine_tenths']:.1%} | {b['worst']:.1%} |"
                 )
-    return [*lines, "", *footing(found), *order(found)]
+    return [*lines, "", *vendors_own(found), *footing(found), *order(found)]
+
+
+def vendors_own(found: Sequence[Row]) -> list[str]:
+    """What the rows of the vendor's own framework say of the constants of an H100."""
+    own = [row for row in by_machine(found).get("h100", []) if source_of(row) in RECIPES_OF_NVIDIA]
+    if not own:
+        return []
+    signed = [error for error in map(rate_error, own) if error is not None]
+    return [
+        f"Of {len(signed)} runs of NVIDIA's own framework on H100 {sum(e > 0 for e in signed)} are faster here than in "
+        f"print and {sum(e < 0 for e in signed)} slower, by {statistics.median(signed):+.1%} in the median: the constants "
+        "of the card hold for its kernels. What is too fast there are other stacks, whose rows say what is known of "
+        "each.\n"
+    ]
 
 
 def footing(found: Sequence[Row]) -> list[str]:
