@@ -420,8 +420,8 @@ def vendors_own(found: Sequence[Row]) -> list[str]:
     return [
         f"Of {len(signed)} runs of NVIDIA's own framework on H100 {sum(e > 0 for e in signed)} are faster here than in "
         f"print and {sum(e < 0 for e in signed)} slower, by {statistics.median(signed):+.1%} in the median: the "
-        "constants of the card hold for its kernels. What is too fast there are other stacks, whose rows say what is known of "
-        "each.\n"
+        "constants of the card hold for its kernels. What is too fast there are other stacks, whose rows say what "
+        "is known of each.\n"
     ]
 
 
