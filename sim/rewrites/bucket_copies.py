@@ -5,7 +5,7 @@ gradients have. As backward has produced a gradient, one kernel copies it into i
 replicas; the bucket is summed; and when all of backward has been waited for, each sum is copied back into its gradient
 (torch/csrc/distributed/c10d/reducer.cpp: `mark_variable_ready_dense`, `finalize_bucket_dense`).
 Departs: a bucket is one tensor per gradient, without padding between them; what has no gradient in an iteration is not
-in one.
+in one. Where a stage sends another the sum of a tied head, what it has summed until then is copied back before.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Copying:
             like = trace.tensors[g]
             self.buckets[g] = new.tensor(like, Packed((None,)), name=f"{like.name}.bucket", replaces=None, saved_for="")
         for op in trace.ops:
-            if op.phase == "update":
+            if op.phase == "update" or self._reads_sum(op):
                 self._finish(op.device, ids)
             if op.id in self.summed:
                 self._sum(op, ids)
@@ -87,6 +87,10 @@ class _Copying:
             totals.append(self.filled[g])
             self.waiting.setdefault(op.device, []).append((op, s, self.filled[g]))
         self.new.op(op, reads=terms, writes=totals)
+
+    def _reads_sum(self, op: Op) -> bool:
+        """Whether an op reads a sum that lies in its bucket, as one that sends that of a tied head to its stage."""
+        return any(s in op.reads for _, s, _ in self.waiting.get(op.device, ()))
 
     def _finish(self, device: int, ids: Sequence[int]) -> None:
         """Copy what a device has summed back into its gradients."""

@@ -19,6 +19,9 @@ from workloads import transformer, with_stack
 H, WORDS = 32, 128
 SIZE = H * WORDS
 GPT2 = {"model_type": "gpt2", "n_layer": 4, "n_embd": H, "n_head": 4, "n_positions": 64, "vocab_size": WORDS}
+MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 4, "hidden_size": H, "intermediate_size": 64,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+           "vocab_size": WORDS, "max_position_embeddings": 64, "tie_word_embeddings": True}  # fmt: skip
 
 
 @cache
@@ -121,6 +124,20 @@ def test_what_ranks_of_tokens_sum_is_sent_to_the_other_stage(precision: str, zer
     assert what(all_ranks(trace), base) <= {"repeated"}
     summed = [op for op in trace.ops if op.ring and any("wte.weight" in trace.tensors[t].name for t in op.writes)]
     assert {op.ring.axis for op in summed if op.ring} == {"data_context"}
+    assert simulate(trace, platform).log.end
+
+
+@pytest.mark.parametrize("more", [{}, {"pp": 4, "schedule": "zb_h1", "micro_batches": 2}], ids=str)
+def test_a_sum_in_a_bucket_is_copied_back_before_it_is_sent(more: dict) -> None:
+    """With experts divided among replicas the first stage sends the sum, which DDP's bucket holds until then."""
+    base = transformer(MIXTRAL, batch=8, sequence=16, precision="mixed_bf16")
+    trace, platform = lay_out(base, "a100_80_sxm", {"pp": 2, "dp": 4, "ep": 2, "bucket": "ddp", **more})
+    (sent,) = [op for op in trace.ops if op.kind == "send" and op.name.startswith("embed.weight.grad.reduced")]
+    assert trace.ops[int(trace.producer[sent.reads[0]])].name == "embed.weight.grad.reduced.copy"
+    into, back = ([op for op in trace.ops if op.name.endswith(end)] for end in (".bucket.copy", ".reduced.copy"))
+    assert len(into) == len(back)
+    assert what(trace, base) <= {"repeated"}
+    assert what(all_ranks(trace), base) <= {"repeated"}
     assert simulate(trace, platform).log.end
 
 
