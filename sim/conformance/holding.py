@@ -6,8 +6,23 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from sim.conformance.replayed import LawBroken
+from sim.rewrites.dimensions import TOKENS
 from sim.trace.graph import Trace
-from sim.trace.origin import Along, Encoded, Expr, Fused, Glue, Lossy, Microbatch, Origin, Packed, Part, Rowwise, Same
+from sim.trace.origin import (
+    Along,
+    Chosen,
+    Encoded,
+    Expr,
+    Fused,
+    Glue,
+    Lossy,
+    Microbatch,
+    Origin,
+    Packed,
+    Part,
+    Rowwise,
+    Same,
+)
 from sim.trace.tensor import ROLE_CODE
 
 Batch = tuple[int, int, int] | None
@@ -21,9 +36,10 @@ def check_holding(trace: Trace, base: Trace) -> None:
     """A tensor that the program releases at an op is held until what stands for that op has run, in whatever order.
 
     It counts as far as it is on the tensor's device, in its iteration and its microbatches (or, where those have none,
-    in none); where it is not, the nearest op before it that is. Of a gradient it is the sum over all microbatches that
-    is held. What a rewrite adds otherwise, what is overwritten in place and outputs have no release point; a value that
-    only gets another name in its storage is held by that name. A plan may drop what is held, as its log then says.
+    in none); where it is not, the nearest op before it that is. Of a gradient it is the sum over all microbatches and
+    ranks that is held. What a rewrite adds otherwise, what is overwritten in place and outputs have no release point; a
+    value that only gets another name in its storage is held by that name. A plan may drop what is held, as its log then
+    says.
     """
     origin = Origin.identity(trace)
     device = trace.op_columns.device.tolist()
@@ -41,7 +57,7 @@ def check_holding(trace: Trace, base: Trace) -> None:
             continue
         for id, iteration, batch in _leaves(expr):
             release = int(base.released[id])
-            if release < 0 or (is_gradient[t] and batch is not None):
+            if release < 0 or (is_gradient[t] and _is_term(expr)):
                 continue
             ends = [
                 max((at for at in places[device[producer], iteration, which] if at[0] <= release), default=None)
@@ -54,6 +70,21 @@ def check_holding(trace: Trace, base: Trace) -> None:
                     f"the program holds {base.tensor_columns.name[id]!r} until {base.op_columns.name[release]!r}; the "
                     f"rewritten trace releases {names[last]!r} after {held!r}, before {late!r} has run"
                 )
+
+
+def _is_term(expr: Expr) -> bool:
+    """Whether a gradient is a term of a sum, over microbatches, replicas, or ranks that divide the tokens."""
+    match expr:
+        case Microbatch(of, first, stop, count):
+            return stop - first < count or _is_term(of)
+        case Along(of, dimension):
+            return dimension in TOKENS or _is_term(of)
+        case Part(of) | Rowwise(of) | Encoded(of) | Lossy(of):
+            return _is_term(of)
+        case Packed(parts) | Chosen(parts):
+            return any(_is_term(part) for part in parts if part is not None)
+        case _:
+            return False
 
 
 def _last_name(trace: Trace, origin: Origin, tensor: int) -> int:

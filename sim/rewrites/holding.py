@@ -71,7 +71,9 @@ def _carried(old: Trace, new: Trace, origin: Origin, places: _Places, key: str) 
             continue
         turn, device = _turn_of_tensor(new, t), int(new.op_columns.device[producer])
         if turn[1] is not None and gradient[t]:
-            continue  # a microbatch's part of a gradient is added to the others; it is their sum that is held
+            if _is_term(new.origin.tensors[t]):
+                continue  # a microbatch's part of a gradient is added to the others; it is their sum that is held
+            turn = turn[0], None
         held = [(leaf, *order[leaf.id]) for leaf in leaves(expr) if leaf.id in order]
         unread = turn[1] is None and not new.readers(t)
         place = partial(places.any_turn if unread else places.last, turn)
@@ -90,6 +92,25 @@ def _turn_of_tensor(new: Trace, t: int) -> Turn:
         if len(of_readers) == 1:
             (turn,) = of_readers
     return turn
+
+
+def _is_term(expr: Expr | None) -> bool:
+    """Whether a gradient is of some microbatches or replicas alone."""
+    while expr is not None:
+        match expr:
+            case Microbatch(of, first, stop, count):
+                if stop - first < count:
+                    return True
+                expr = of
+            case Part(of) | Along(of) | Rowwise(of) | Encoded(of) | Lossy(of):
+                expr = of
+            case Chosen():
+                expr = expr.of
+            case Packed(parts):
+                expr = next((part for part in parts if part is not None), None)
+            case _:
+                return False
+    return False
 
 
 def _last_name(new: Trace, origin: Origin, tensor: int) -> int:

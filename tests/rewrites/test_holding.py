@@ -145,6 +145,31 @@ def test_a_gradient_is_held_as_the_sum_of_its_terms(layout: dict, released: str)
         check_holding(with_releases(trace, kept), base)
 
 
+@pytest.mark.parametrize(
+    ("layout", "released"),
+    [
+        ({"dp": 2, "ep": 2}, "grad.mb0"),
+        ({"dp": 4, "ep": 4, "zero": 2}, "grad.mb0"),
+        ({"dp": 2, "ep": 2, "micro_batches": 2}, "grad.sum1"),
+        ({"dp": 2, "ep": 2, "cp": 2, "zero": 1}, "grad.reduced.shard"),
+        ({"cp": 2, "zero": 1}, "grad.reduced.shard"),
+        ({"cp": 2, "zero": 1, "micro_batches": 2}, "grad.reduced.shard"),
+    ],
+    ids=str,
+)
+def test_a_gradient_without_other_terms_is_held_as_it_is(layout: dict, released: str) -> None:
+    """Where all replicas divide the experts, the one that has an expert has all of its gradient."""
+    config = {"model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16,
+              "num_attention_heads": 1, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
+              "vocab_size": 16, "max_position_embeddings": 8}  # fmt: skip
+    options = {"precision": "bf16", "optimizer": "adamw_loop", "attention": "flash"}
+    base = transformer(config, batch=4, sequence=8, **options)
+    trace, _ = lay_out(base, "a100_80_sxm", layout)
+    check_holding(trace, base)
+    of_experts = {t: op for t, op in points(trace).items() if t.startswith("h0.mlp.gate_up.weight.grad")}
+    assert of_experts == {f"h0.mlp.gate_up.weight.{released}": points(base)["h0.mlp.gate_up.weight.grad"]}
+
+
 @pytest.mark.parametrize(("until", "expected"), [("c", "b"), ("b", "b"), ("back", "back")])
 def test_a_stage_lets_go_by_the_last_of_its_own_ops_before_the_release_point(until, expected):
     """Stage 0 has a and b and the backward op, stage 1 has c."""
