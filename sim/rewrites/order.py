@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 
 from sim.trace.graph import Trace
+from sim.trace.op import KIND_CODE
+
+SEND, RECV = KIND_CODE["send"], KIND_CODE["recv"]
 
 
 def must_precede(trace: Trace, op: int) -> set[int]:
@@ -18,6 +21,14 @@ def must_precede(trace: Trace, op: int) -> set[int]:
         if old >= 0:
             needed |= {int(trace.producer[old]), *trace.readers(old)}
     return needed - {-1, op}
+
+
+def with_sends(trace: Trace, ops: Collection[int]) -> set[int]:
+    """Ops, and of those that receive the ones that send: a stage takes space for a tensor before another sends it."""
+    kind, group = trace.op_columns.kind, trace.op_columns.group
+    arriving = {group[op] for op in ops if kind[op] == RECV}
+    sends = {op for op, name in group.items() if name in arriving and kind[op] == SEND} if arriving else set()
+    return {*ops, *sends}
 
 
 def as_early(count: int, waits: Mapping[int, Collection[int]]) -> Iterator[int]:

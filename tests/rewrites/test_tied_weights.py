@@ -141,6 +141,17 @@ def test_a_sum_in_a_bucket_is_copied_back_before_it_is_sent(more: dict) -> None:
     assert simulate(trace, platform).log.end
 
 
+@pytest.mark.parametrize("policy", ["optimizer_in_backward", "superoffload"])
+@pytest.mark.parametrize("layout", [{"zero": 2}, {"zero": 3, "micro_batches": 2}, {"ep": 2}], ids=str)
+def test_an_early_update_waits_until_the_first_stage_has_sent_the_sum(layout: dict, policy: str) -> None:
+    """The last stage sends what the first one's backward needs before; the first one sends before it overwrites."""
+    base = step()
+    if "ep" in layout:
+        base = transformer(MIXTRAL, batch=8, sequence=16, precision="mixed_bf16", optimizer="adamw_fused")
+    run = simulate(*lay_out(base, "a100_80_sxm", {"pp": 2, "dp": 2, **layout}), policy)
+    assert what(run.plan.trace, base) <= {"repeated"}
+
+
 def test_a_stage_that_takes_its_own_term_for_the_sum_is_wrong() -> None:
     trace, _ = lay_out(step(), "a100_80_sxm", {"pp": 2, "micro_batches": 2})
     alone = {op: name for op, name in trace.op_columns.group.items() if not name.endswith("all_reduce")}

@@ -16,7 +16,7 @@ from sim.policies.sharing import rewriting
 from sim.rewrites.fused_update import OPTIMIZER, fuse_updates, tiles
 from sim.rewrites.host_update import OnHost, Split, device_updates, updated_on_host, updating_host
 from sim.rewrites.masters import into_gradients, without_held_weights
-from sim.rewrites.order import must_precede
+from sim.rewrites.order import must_precede, with_sends
 from sim.rewrites.rewrite import reorder
 from sim.rewrites.weight_parts import with_weight_parts
 from sim.solvers.streaming import parts_up
@@ -111,7 +111,7 @@ class SuperOffload(Policy):
 
     def _early(self, new: OnHost, split: Split) -> tuple[Trace, Mapping[int, int]]:
         """The CPU's updates between the ops of backward; per op of the trace before, its new id."""
-        ends = {tile: _complete(split.trace, (tile,)) for tile in split.updates}
+        ends = {tile: max(self._needed(split, tile), default=-1) for tile in split.updates}
         tiles = sorted(ends, key=lambda tile: (ends[tile], tile))
         follow: dict[int, list[int]] = {}
         for k, tile in enumerate(tiles):
@@ -123,6 +123,11 @@ class SuperOffload(Policy):
             early |= dict.fromkeys(follow.get(op, ()))
         order = [new.ops[op] for op in early]
         return reorder(new.trace, order), {old: position for position, old in enumerate(order)}
+
+    @staticmethod
+    def _needed(split: Split, tile: int) -> set[int]:
+        """The ops that an update waits for, other updates aside; what sends a gradient reads it before it is gone."""
+        return with_sends(split.trace, must_precede(split.trace, tile)) - {*split.updates}
 
 
 def _complete(trace: Trace, group: Collection[int]) -> int:

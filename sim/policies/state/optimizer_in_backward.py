@@ -10,7 +10,7 @@ from sim.plan import Plan, Problem
 from sim.policies.base import Policy
 from sim.policies.sharing import rewriting
 from sim.rewrites.holding import points, with_releases
-from sim.rewrites.order import as_early, must_precede
+from sim.rewrites.order import as_early, must_precede, with_sends
 from sim.rewrites.rewrite import reorder
 from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
@@ -52,7 +52,8 @@ class OptimizerInBackward(Policy):
     def _reordered(self, trace: Trace) -> Plan:
         c = trace.op_columns
         updates = {op for op in range(len(trace.ops)) if c.phase[op] == UPDATE}
-        order = list(as_early(len(trace.ops), {op: must_precede(trace, op) for op in updates}))
+        waits = {op: with_sends(trace, must_precede(trace, op)) for op in updates}
+        order = list(as_early(len(trace.ops), waits))
         new_at = {op: i for i, op in enumerate(order)}
         held = [(t, new_at[op]) for t, op in points(trace) if op not in updates]
         moved = sum(new_at[op] < op for op in updates)
