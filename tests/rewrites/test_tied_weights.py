@@ -64,6 +64,29 @@ def test_the_first_and_the_last_stage_have_the_weight_and_its_states(
     assert not [op.name for op in trace.ops if op.kind == "send" and "wte" in op.name]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "adamw_foreach", "adamw_loop"])
+def test_a_copy_is_updated_in_place_and_carried_to_the_next_iteration(optimizer: str) -> None:
+    trace, _ = lay_out(step(optimizer=optimizer), "a100_80_sxm", {"pp": 2})
+    own = [t for t in trace.tensors if trace.producer[t.id] < 0 and t.name.startswith("wte.weight.stage1")]
+    assert {t.name.rpartition(".")[2] for t in own} >= {"stage1", "master", "m", "v"}
+    last = {first: last for last, first in trace.carry}
+    for t in own:
+        assert trace.tensors[last[t.id]].replaces == t.id
+
+
+def test_what_a_copy_takes_of_an_update_of_several_weights() -> None:
+    """Of FLOPs and bytes of the stage's ops as much as on one device, and that of the copied weight once more."""
+    base = step(optimizer="adamw_foreach")
+    trace, _ = lay_out(base, "a100_80_sxm", {"pp": 2})
+    flops, touched, workspace = (
+        [sum(getattr(op, key) or 0 for op in each.ops if op.phase == "update") for each in (base, trace)]
+        for key in ("flops", "bytes", "workspace")
+    )
+    share = SIZE / sum(t.bytes // 2 for t in base.tensors if t.role == "weight" and base.producer[t.id] < 0)
+    for before, after in (flops, touched, workspace):
+        assert after <= before * (1 + share) * 1.01 + 64
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize(("precision", "width"), [("mixed_bf16", 2), ("megatron_bf16", 4)])
 def test_the_two_sum_their_gradients_once_in_place(dp: int, precision: str, width: int) -> None:
@@ -141,7 +164,7 @@ def test_a_sum_in_a_bucket_is_copied_back_before_it_is_sent(more: dict) -> None:
     assert simulate(trace, platform).log.end
 
 
-@pytest.mark.parametrize("policy", ["optimizer_in_backward", "superoffload"])
+@pytest.mark.parametrize("policy", ["optimizer_in_backward", "superoffload", "stronghold"])
 @pytest.mark.parametrize("layout", [{"zero": 2}, {"zero": 3, "micro_batches": 2}, {"ep": 2}], ids=str)
 def test_an_early_update_waits_until_the_first_stage_has_sent_the_sum(layout: dict, policy: str) -> None:
     """The last stage sends what the first one's backward needs before; the first one sends before it overwrites."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from sim.hardware.platform import Platform
 from sim.plan import Cost, Problem
-from sim.rewrites.order import as_early, must_precede
+from sim.rewrites.order import as_early, must_precede, with_sends
 from sim.rewrites.rewrite import reorder
 from sim.solvers.streaming import runs_of, streamed
 from sim.trace.graph import Trace
@@ -46,7 +46,7 @@ def as_gradients_arrive(
     ready: dict[int, int] = {}
     follows = _following(trace, updates)
     for op in sorted(updates):
-        waits[op] = must_precede(trace, op)
+        waits[op] = with_sends(trace, must_precede(trace, op))
         own = [arrived[t] for t in trace.reads(op) if t in arrived]
         ready[op] = max([0, *own, *(ready[other] for other in waits[op] if other in ready)])
         here = [(other, end) for other, end in starts[int(c.device[op])] if other not in follows]
