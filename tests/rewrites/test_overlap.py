@@ -83,6 +83,20 @@ def test_ddp_copies_each_gradient_into_its_bucket_and_back_after_backward(more: 
     assert len({sum(each) for each in summed}) == 1
 
 
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "cp": 2}, {"cp": 2, "micro_batches": 2}], ids=str)
+def test_ddps_buckets_are_carried_and_each_copy_reads_and_writes_a_gradient(layout: dict) -> None:
+    base = transformer(CONFIG, batch=8, sequence=16, precision="bf16", attention="flash", dropout=0.0)
+    trace, _ = lay_out(base, "a100_80_sxm", {**layout, "bucket": "ddp"})
+    buckets = {t.id: t for t in trace.tensors if t.name.endswith(".bucket")}
+    weights = [t for t in base.tensors if t.role == "weight" and base.producer[t.id] < 0]
+    assert len(buckets) == len(weights)
+    assert {first for _, first in trace.carry} >= buckets.keys()
+    copies = [op for op in trace.ops if op.name.endswith((".bucket.copy", ".reduced.copy"))]
+    assert sum(op.bytes or 0 for op in copies) == 2 * 2 * sum(t.bytes for t in weights)
+    in_buckets = [t for t in trace.tensors if t.name.endswith((".bucket.filled", ".bucket.reduced"))]
+    assert {t.role for t in in_buckets} == {"temporary"}
+
+
 def test_gradients_fill_the_buckets_of_ddp() -> None:
     """0.5, 0.7, 10, 20 and 4 MiB in the order in which they are ready."""
     sizes = [MIB // 2, 7 * MIB // 10, 10 * MIB, 20 * MIB, 4 * MIB]

@@ -301,6 +301,22 @@ def test_a_group_of_all_or_of_one_is_no_hybrid() -> None:
         assert (its.links, its.pools) == (machine.links, machine.pools)
 
 
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_ranks_of_tokens_and_a_group_of_replicas_divide_the_state_together(level: int) -> None:
+    """Of 4 x 2 ranks 2 x 2 divide; a part of a sum over groups takes the place of that over one."""
+    base = transformer(CONFIG, batch=8, sequence=16, precision="mixed_bf16", attention="flash", dropout=0.0)
+    trace, _ = lay_out(base, "a100_80_sxm", {"dp": 4, "cp": 2, "zero": level, "shard_within": 2})
+    assert {(op.ring.axis, op.ring.ranks) for op in trace.ops if op.ring is not None} >= {
+        ("group_context", 4),
+        ("group_data", 2),
+    }
+    for op in trace.ops:
+        if op.ring is not None and op.ring.axis == "group_data":
+            assert [trace.tensors[t].replaces for t in op.writes] == list(op.reads)
+    for whole in (trace, all_ranks(trace)):
+        assert {each.what for each in departures(whole, base)} <= {"repeated"}
+
+
 def test_gradients_that_are_not_summed_among_groups_are_found() -> None:
     for layout in ({"dp": 4, "zero": 3}, {"dp": 4, "zero": 1, "micro_batches": 2}):
         trace, _ = lay_out(step(), "a100_80_sxm", {**layout, "shard_within": 2})
