@@ -94,7 +94,7 @@ class Layout:
     bucket: gradients are summed over replicas in buckets of so many bytes ("25 MiB"), in the order in which backward
         produces them: a bucket closes with the gradient that reaches them. `ddp`: as PyTorch's DDP does by default,
         1 MiB the first, 25 MiB the others, which gradients are copied into and back out of
-        (`sim.rewrites.bucket_copies`). 0: one per layer.
+        (`sim.rewrites.bucket_copies`); with `zero`, where each replica gets its part, only the sizes. 0: one per layer.
     pp: stages of the pipeline.
     schedule: one of `sim.rewrites.schedules.SCHEDULES`.
     micro_batches: into how many parts the samples of a replica are divided, each of which goes through the pipeline by
