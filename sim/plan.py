@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -228,13 +227,16 @@ class Unpressed:
     headroom: int = 0
 
 
-READ_ONLY = ("place", "notes")
-"""Mappings of a plan that are copied when it is made, and cannot be changed in it."""
+class _ReadOnly(dict[Any, Any]):
+    """A copy of a mapping that nobody changes: a plan may stand for many runs. It can be pickled, and be in another."""
 
+    def _refuse(self, *given: Any, **named: Any) -> Any:
+        raise TypeError("what a plan says can't be changed: make another one, `replace(plan, ...)`")
 
-def _read_only(given: Any) -> Any:
-    """A view of a copy of a mapping; what is none, which a policy's notes may be, as it is."""
-    return MappingProxyType(dict(given)) if isinstance(given, Mapping) else given
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
 
 
 @dataclass(frozen=True)
@@ -265,14 +267,9 @@ class Plan:
     def __post_init__(self) -> None:
         # what has been replayed is not replayed again, and a plan may stand for many runs: nobody changes one
         object.__setattr__(self, "actions", counted(self.actions, len(self.trace.op_columns.name)))
-        for name in READ_ONLY:
-            object.__setattr__(self, name, _read_only(getattr(self, name)))
-
-    def __getstate__(self) -> dict[str, Any]:  # a view of a mapping can't be pickled
-        return {key: dict(kept) if isinstance(kept, MappingProxyType) else kept for key, kept in vars(self).items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, **{name: _read_only(state[name]) for name in READ_ONLY})
+        object.__setattr__(self, "place", _ReadOnly(self.place))
+        if isinstance(self.notes, Mapping):  # a policy's may be anything
+            object.__setattr__(self, "notes", _ReadOnly(self.notes))
 
     def __repr__(self) -> str:
         kinds = Counter(type(action).__name__ for action in self.actions)
