@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from scripts.parallel_page.cost import MICRO_BATCHES, STAGES
 from scripts.parallel_page.measure import published
 
 Row = Mapping[str, Any]
@@ -181,6 +182,46 @@ def cost(rows: Rows) -> list[str]:
             f"| {total[what]:.1f} | {total[what] / total[plain]:.1f} |"
         )
     return lines
+
+
+HELD_GB, PER_OP_KB = 0.94, 3.2
+"""What the pipeline above holds in one process, and per op. With 1,024 replicas it has as many ops, holds as much, and
+takes as long to 2 % (27.9 and 28.2 s of a busy processor, one run each)."""
+
+SCALE = """\
+On paper, from the figures above. **One machine.** What a question costs is the number of ops of its trace: those of a
+stage times stages times microbatches. Replicas, ranks of tensor and context parallelism, and replicas that divide
+experts are classes, of which one is simulated. The pipeline above has {ops:,} ops: {seconds:.0f} s and {held} GB for 64
+devices, and the same for 65,536, with 1,024 replicas. At {each:.0f} µs and {kilobytes} kB an op 64 GB hold
+{most:.0f} million ops, {minutes:.0f} minutes of one core: 64 such stages in {batches:.0f} microbatches.
+
+**A sweep over a cluster** adds cells, not the speed of one: a replay is one process. Cells share nothing but the store,
+and the driver spends less than 2 ms on each ([Sweeps](sweeps.md#on-a-cluster)): a thousand layouts of this size are
+{hours:.0f} hours on one core and {shared:.0f} minutes on 32, and thousands of workers could be kept busy.
+
+**A million devices** cost what one of their pipelines costs as long as all replicas do the same. What is left out then
+is what makes such machines hard: ranks that differ (stragglers, failures, routing that favours one replica's experts),
+switches that several jobs share, jobs that come and go. With all ranks written out (`sim/rewrites/ranks.py`) 2^20
+devices have {written:.0f} billion ops: {days:.0f} days of one core and {terabytes:.0f} TB. That needs an event engine
+in parallel, whose parts may run ahead of each other by the latency of a network's link, flows per switch in place of
+rings, and classes of what is still alike, so that only the ranks around one that differs are written out. None of these
+is here."""
+
+
+def scale(rows: Rows) -> list[str]:
+    """How far one machine goes, what a cluster adds, and what a million devices would need."""
+    found = [row for row in rows.get("cost", ()) if row["what"].startswith("eight stages")]
+    if not found:
+        return []
+    each, ops = sum(found[0][key] for key in ("build_us", "plan_us", "replay_us")), found[0]["ops"]
+    seconds, most, written = each * ops / 1e6, 64e6 / PER_OP_KB, 2**20 * ops / STAGES
+    text = SCALE.format(
+        ops=ops, seconds=seconds, held=HELD_GB, each=each, kilobytes=PER_OP_KB, most=most / 1e6,
+        minutes=most * each / 6e7, batches=most / (ops / (STAGES * MICRO_BATCHES)) / 64,
+        hours=1000 * seconds / 3600, shared=1000 * seconds / 60 / 32,
+        written=written / 1e9, days=written * each / 1e6 / 86_400, terabytes=written * PER_OP_KB / 1e9,
+    )  # fmt: skip
+    return ["## How far it goes", "", *text.split("\n")]
 
 
 def zero(rows: Rows) -> list[str]:

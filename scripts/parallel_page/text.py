@@ -78,7 +78,7 @@ def page(rows: Mapping[str, Sequence[Row]]) -> str:
         known = {row["model"] for row in rows.get(key, ())}
         left = [row[0] for row in published()[key] if row[0] not in known]
         lines += ["", f"Not measured yet: {', '.join(left)}."] if left else []
-    for part in (inside_text.memory, inside_text.zero, inside_text.cost):
+    for part in (inside_text.memory, inside_text.zero, inside_text.cost, inside_text.scale):
         lines += ["", *part(rows)]
     return "\n".join(lines) + "\n"
 
