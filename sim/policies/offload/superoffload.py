@@ -126,7 +126,7 @@ class SuperOffload(Policy):
 
     @staticmethod
     def _needed(split: Split, tile: int) -> set[int]:
-        """The ops that an update waits for, other updates aside; what sends a gradient reads it before they overwrite it."""
+        """The ops that an update waits for, other updates aside; what sends a gradient reads it before that."""
         return with_sends(split.trace, must_precede(split.trace, tile)) - {*split.updates}
 
 
