@@ -3,17 +3,13 @@
 Beside them lie the context of the device, the workspaces of cuBLAS, one per thread that computes products, and the
 buffers of NCCL. A communicator of p ranks has, per channel, a ring with one neighbour to receive from and one to send
 to, and a tree, which inside a node is a chain, with min(2, p - 1) neighbours, each to receive from and to send to; what
-stages send goes over connections of its own. PaddlePaddle has more communicators: one of all ranks, from the barrier
-with which it begins (`init_parallel_env`), and with stages one of these, over which they send and learn the loss, and
-one with each neighbour, for the shapes of what is sent (`pp_utils/p2p_communication.py`; `Point2Point` of
-`process_group_nccl.cc` has a communicator for each pair that sends alone). On Ascend each communicator has one pair of
-buffers, of collectives or of two stages, and a card holds memory before any process does. The bytes are in
-`card_reading.toml`, each with its source.
+stages send goes over connections of its own. On Ascend each communicator has one pair of buffers, of collectives or of
+two stages, and a card holds memory before any process does. The bytes are in `card_reading.toml`, each with its source.
 What an older PyTorch, or PaddlePaddle, holds for collectives that the CPU does not know to have ended counts, too
 (`sim.analysis.recorded_streams`).
 
-Left out: blocks that the allocator loses to fragmentation where a profile has another one than `caching`, communicators
-that no op of the trace uses under PyTorch (of barriers and norms of all gradients), NVLink SHARP, plans of cuDNN, and
+Left out: blocks that the allocator loses to fragmentation where a profile has another one than `caching`,
+communicators that no op of the trace uses (of barriers and norms of all gradients), NVLink SHARP, plans of cuDNN, and
 other programs.
 """
 
@@ -66,7 +62,7 @@ def card_reading(
     """What would be read of the card, one entry per device of the trace; () for a machine without figures for that.
 
     pytorch: the version that ran, such as "2.3"; by default one that holds no blocks for collectives.
-    paddle: whether PaddlePaddle ran instead, which holds those of gradients and has communicators of its own.
+    paddle: whether PaddlePaddle ran instead, which holds those of gradients.
     lazy_kernels: whether the context loads kernels as they are needed, as CUDA does by default from 12.2 on, and under
         PyTorch from 11.7 on, with a driver of version 515 or newer; else it has all of them from the start (CUDA
         programming guide, Lazy Loading; pytorch/pytorch, pull request 86509).
@@ -81,7 +77,7 @@ def card_reading(
     found = []
     for device in range(log.trace.devices):
         recorded = recorded_in_paddle(log, device) if paddle else recorded_exchanges(log, device, pytorch)
-        found.append(_of_device(log, device, card, context, recorded, paddle))
+        found.append(_of_device(log, device, card, context, recorded))
     return tuple(found)
 
 
@@ -96,21 +92,15 @@ def _cards() -> Mapping[str, Mapping[str, Any]]:
     return {name: card for card in _figures()["cards"] for name in card["profiles"]}
 
 
-def _of_device(
-    log: EventLog, device: int, card: Mapping[str, Any], context: int, recorded: list[int], paddle: bool
-) -> CardReading:
+def _of_device(log: EventLog, device: int, card: Mapping[str, Any], context: int, recorded: list[int]) -> CardReading:
     c = log.trace.op_columns
     own = c.device == device
     products = own & (c.kind == KIND_CODE["matmul"])
     threads = len({bool(backward) for backward in (c.phase[products] == PHASE_CODE["backward"]).tolist()})
-    ranks, sends = list(_communicators(log, device)), _sends(log)
-    own = sorted({(by, to) for by, to, _ in sends if device in (by, to)})
-    if paddle:
-        shapes = [(by, to) for by, to, forward in sends if forward and device in (by, to)]
-        ranks, own = [*ranks, *_of_paddle(log, len({frozenset(pair) for pair in shapes}))], [*own, *shapes]
+    ranks, neighbours = list(_communicators(log, device)), _neighbours(log, device)
     buffers: int | None = 0
-    if ranks or own:
-        buffers = _buffers(ranks, sum(to == device for _, to in own), sum(by == device for by, _ in own), card)
+    if ranks or any(neighbours):
+        buffers = _buffers(ranks, neighbours, card)
     return CardReading(
         device=device,
         tensors=_of_tensors(log, device, recorded),
@@ -142,33 +132,20 @@ def _communicators(log: EventLog, device: int) -> Iterator[int]:
     yield from axes.values()
 
 
-def _of_paddle(log: EventLog, neighbours: int) -> Iterator[int]:
-    """How many ranks each communicator has that is PaddlePaddle's alone. neighbours: with which forward exchanges."""
-    origin, stages = log.trace.origin, log.trace.devices
-    every = stages * (origin.ranks * origin.tensor * origin.context if origin is not None else 1)
-    if every > 1:
-        yield every
-    if neighbours:
-        yield stages
-        yield from neighbours * [2]
-
-
-def _sends(log: EventLog) -> set[tuple[int, int, bool]]:
-    """Which device sends to which other one, and whether in forward."""
+def _neighbours(log: EventLog, device: int) -> tuple[int, int]:
+    """From how many other devices one receives, and to how many it sends."""
     c = log.trace.op_columns
     ends: dict[str, dict[int, int]] = {}
     for op, name in c.group.items():
         if c.kind[op] in (SEND, RECV):
-            ends.setdefault(name, {})[int(c.kind[op])] = op
-    pairs = ((end[SEND], end[RECV]) for end in ends.values())
-    return {(int(c.device[a]), int(c.device[b]), bool(c.phase[a] == PHASE_CODE["forward"])) for a, b in pairs}
+            ends.setdefault(name, {})[int(c.kind[op])] = int(c.device[op])
+    pairs = {(end[SEND], end[RECV]) for end in ends.values()}
+    return sum(to == device for _, to in pairs), sum(by == device for by, _ in pairs)
 
 
-def _buffers(ranks: list[int], sources: int, targets: int, card: Mapping[str, Any]) -> int | None:
-    """Bytes of communicators of so many ranks each, and of the sends and receives of stages; None if nobody knows.
-
-    sources, targets: from how many other devices one receives, and to how many it sends.
-    """
+def _buffers(ranks: list[int], neighbours: tuple[int, int], card: Mapping[str, Any]) -> int | None:
+    """Bytes of communicators of so many ranks each, and of the sends and receives of stages; None if nobody knows."""
+    sources, targets = neighbours
     if "communicator" in card:
         each = parse_bytes(card["communicator"])
         return (len(ranks) + max(sources, targets)) * each

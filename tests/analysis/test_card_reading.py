@@ -70,23 +70,6 @@ def test_stages_receive_from_and_send_to_their_neighbours():
     assert [stage.communicators for stage in found] == 2 * [(32 + 24 * 2) * 12 * MIB]
 
 
-def test_paddle_has_communicators_of_all_ranks_of_all_stages_and_of_each_pair():
-    """Of eight: three neighbours on each of 24 channels; of four stages as many; of a pair two. Shapes go forward."""
-    (one,) = card_reading(laid_out({"dp": 4, "tp": 2}), paddle=True)
-    assert one.communicators == (24 * 3 + 24 * 2 + 24 * 3) * 12 * MIB
-    first, second, _, last = card_reading(laid_out({"pp": 4, "dp": 2, "micro_batches": 4}), paddle=True)
-    without = card_reading(laid_out({"pp": 4, "dp": 2, "micro_batches": 4}))
-    more = [24 * (3 + 3 + 2) * 12 + 32 * 2, 24 * (3 + 3 + 2 + 2) * 12 + 32 * 12, 24 * (3 + 3 + 2) * 12 + 32 * 10]
-    for stage, plain, expected in zip((first, second, last), (without[0], without[1], without[3]), more, strict=True):
-        assert stage.communicators - plain.communicators == expected * MIB
-    assert (
-        card_reading(simulate(transformer(SMALL, batch=1, sequence=16), load_profile("h100")).log, paddle=True)[
-            0
-        ].communicators
-        == 0
-    )
-
-
 def test_where_nobody_says_how_large_it_is_there_is_none():
     assert card_reading(simulate(transformer(SMALL, batch=1, sequence=16), load_profile("cambricon_mlu370")).log) == ()
 
