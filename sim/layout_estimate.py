@@ -224,11 +224,11 @@ class Estimator:
 
 def _most_in_update(trace: Trace) -> int:
     """The most bytes that results of the optimizer's ops take at once, beside the state that they replace."""
-    c, made, last = trace.tensor_columns, trace.producer, trace.last_use
-    own = (made >= 0) & (trace.op_columns.phase[made] == PHASE_CODE["update"]) & (c.replaces < 0)
-    change = np.zeros(len(trace.ops) + 1, np.int64)
+    c, made, phase = trace.tensor_columns, trace.producer, trace.op_columns.phase
+    own = (made >= 0) & (phase[made] == PHASE_CODE["update"]) & (c.replaces < 0)
+    change = np.zeros(len(phase) + 1, np.int64)
     np.add.at(change, made[own], c.bytes[own])
-    np.subtract.at(change, np.maximum(last, made)[own] + 1, c.bytes[own])
+    np.subtract.at(change, trace.last_use[own] + 1, c.bytes[own])
     return int(np.cumsum(change).max())
 
 
