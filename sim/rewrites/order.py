@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.op import KIND_CODE
 
 SEND, RECV = KIND_CODE["send"], KIND_CODE["recv"]
@@ -26,9 +27,8 @@ def must_precede(trace: Trace, op: int) -> set[int]:
 def with_sends(trace: Trace, ops: Collection[int]) -> set[int]:
     """Ops, and of those that receive the ones that send: a stage takes space for a tensor before another sends it."""
     kind, group = trace.op_columns.kind, trace.op_columns.group
-    arriving = {group[op] for op in ops if kind[op] == RECV}
-    sends = {op for op, name in group.items() if name in arriving and kind[op] == SEND} if arriving else set()
-    return {*ops, *sends}
+    senders = kept(trace, "senders", None, lambda: {name: op for op, name in group.items() if kind[op] == SEND})
+    return {*ops, *(senders[group[op]] for op in ops if kind[op] == RECV)}
 
 
 def as_early(count: int, waits: Mapping[int, Collection[int]]) -> Iterator[int]:
