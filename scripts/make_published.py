@@ -46,9 +46,9 @@ Differences are (ours / theirs − 1): a positive one of a rate is a run that is
 under the stack of the row (`dispatch = "cpu"`), or a graph where the row says so. Where PyTorch's own counters were
 read, ours are those of its allocator: blocks, or what it reserves. Where the memory of the card was read, ours is what
 the allocator would reserve for the tensors and what lies beside them (`card_reading`): the context, 0.4 GB (1.4 with
-all kernels, where CUDA is older), cuBLAS's workspaces, and NCCL's buffers, 0.6 to 1.6 GB for the ranks that exchange;
-where the source's container says which PyTorch ran, or PaddlePaddle did, with what that holds for collectives. `hf`
-says how large its context is.
+all kernels, where CUDA is older), cuBLAS's workspaces, and NCCL's buffers, 0.3 to 0.7 GB for each group of ranks that
+exchange; where the source's container says which PyTorch ran, or PaddlePaddle did, with what that holds for
+collectives. `hf` says how large its context is.
 
 """
 
@@ -97,11 +97,12 @@ REASONS = {
     "fp70": "Recomputation and sequence parallelism are not stated. The network is a node's, 200 Gb/s.",
     "fpgpt": (
         "Its table counts memory in GiB, actual of total, and is taken to be read of the card. Kernels are loaded from "
-        "the start, as CUDA 11.8 does by default. PaddlePaddle holds reduced gradients until its CPU knows of it; "
-        "whether that waits between micro-batches (fpgpt-01), and how far it is ahead (fpgpt13-01), are not known. Its "
-        "pool of memory stands as PyTorch's. Stages that recompute hold 2 GiB more there: not explained. Left out are "
-        "communicators of NCCL that no op here uses: of all ranks (its barrier at the start), of all stages and of "
-        "the norm of all gradients, some 0.5 to 0.7 GB each (four A100: NVIDIA/nccl, issue 964)."
+        "the start, as CUDA 11.8 does by default. PaddlePaddle holds reduced gradients until its CPU knows of it; it "
+        "reads from the device before each micro-batch (FlagPerf's gpt3_6.7B › paddle › config › _base.py sets "
+        "distributed_dataloader; PaddleNLP's dist_dataloader.py reads sizes back), but for stages, which read all at "
+        "the start. How far it is ahead within one (fpgpt13-01) depends on how many kernels it launches. Its pool of "
+        "memory stands as PyTorch's. It has communicators that no op here uses: of all ranks (its barrier at "
+        "the start), of all stages, and of the norm of gradients (with stages, or with tp and zero 1)."
     ),
     "fpll1": (
         "Memory as fpgpt. PaddleNLP fuses the norms alone where its page says so; rotary "
@@ -128,10 +129,11 @@ REASONS = {
     "fpl3": (
         "Parts that the script does not set have Megatron-LM's defaults: biases, learned positions, a tied head and "
         "dropout, where Llama 3 has none of them. Memory is read from the card, in whole GiB, cached blocks, NCCL's "
-        "buffers and the context included. Its page names recompute-activations, its script does not pass it: nothing "
-        "is recomputed. Gradients are summed after backward, as without overlap-grad-reduce. The network is taken to "
-        "be a node's, 200 Gb/s; were it a card's, fpl3-06 would be 21 % too fast. What FP8 brings beside bf16 "
-        "(fpl3-03 and -05, -02 and -04) is 1.29 and 1.30 in print."
+        "buffers and the context included, those of its barrier and of the norm of gradients among them. Its page "
+        "names recompute-activations, its script does not pass it: nothing is recomputed. Gradients are summed after "
+        "backward, as without overlap-grad-reduce. The network is taken to be a node's, 200 Gb/s; were it a card's, "
+        "fpl3-06 would be 21 % too fast. What FP8 brings beside bf16 (fpl3-03 and -05, -02 and -04) is 1.29 and 1.30 "
+        "in print."
     ),
     "nemo": (
         "Recomputation, the type of gradients, and whether weights are kept in FP8 alone are not "
@@ -289,7 +291,9 @@ def errors(found: Sequence[Row]) -> dict[str, list[float]]:
         "time": [e for e in map(rate_error, found) if e is not None],
         "policies": [e for *_, e in pairs(found, ["policy"], ["sequence_parallel"])],
         "stacks": [e for *_, e in pairs(found, STACK)],
-        "layouts": [e for *_, e in pairs(found, LAYOUT, ["batch", "accumulate", "network"])],
+        "layouts": [
+            e for *_, e in pairs(found, LAYOUT, ["batch", "accumulate", "network", "communicators", "reads_each"])
+        ],
         "machines": [e for *_, e in pairs(found, ["profile", "card"], SOFTWARE)],
         "peak": [e for e in map(peak_error, found) if e is not None],
     }

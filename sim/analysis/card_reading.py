@@ -1,22 +1,22 @@
 """What a reading of a card shows (`nvidia-smi`, NVML): tensors as the allocator reserves them, and what lies beside.
 
 Beside them lie the context of the device, the workspaces of cuBLAS, one per thread that computes products, and the
-buffers of NCCL. A communicator of p ranks has, per channel, a ring with one neighbour to receive from and one to send
-to, and a tree, which inside a node is a chain, with min(2, p - 1) neighbours, each to receive from and to send to; what
-stages send goes over connections of its own. On Ascend each communicator has one pair of buffers, of collectives or of
-two stages, and a card holds memory before any process does. The bytes are in `card_reading.toml`, each with its source.
+buffers of communicators: of each group that a collective of the trace is among, of such as a framework makes beside
+those, and of each other device that one sends to or receives from. What one of NCCL's takes on A100 was measured as a
+whole; on H100 it is counted connection by connection. On Ascend each has one pair of buffers, of collectives or of two
+stages, and a card holds memory before any process does. The bytes are in `card_reading.toml`, each with its source.
 What an older PyTorch, or PaddlePaddle, holds for collectives that the CPU does not know to have ended counts, too
 (`sim.analysis.recorded_streams`).
 
-Left out: blocks that the allocator loses to fragmentation where a profile has another one than `caching`,
-communicators that no op of the trace uses (of barriers and norms of all gradients), NVLink SHARP, plans of cuDNN, and
+Left out: blocks that the allocator loses to fragmentation where a profile has another one than `caching`; communicators
+that no op of the trace uses, but for those named; what networks between nodes hold; NVLink SHARP; plans of cuDNN; and
 other programs.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 from sim.analysis.peak_memory import peak_memory
 from sim.analysis.recorded_streams import recorded_exchanges, recorded_in_paddle, reserved_with_streams
+from sim.errors import TiersimError
 from sim.log import EventLog
 from sim.trace.op import KIND_CODE, PHASE_CODE
 from sim.units import parse_bytes
@@ -40,7 +41,7 @@ class CardReading:
     tensors: the most that the allocator reserved, or, where it keeps no reserve, the peak of what is resident.
     context: of the runtime.
     workspaces: of cuBLAS.
-    communicators: buffers of NCCL; None where it is not known how many channels such cards have, and there are any.
+    communicators: buffers of NCCL or HCCL; None where there are any, and their size on such cards is not known.
     bytes: all of it, as far as it is known.
     """
 
@@ -57,7 +58,12 @@ class CardReading:
 
 
 def card_reading(
-    log: EventLog, pytorch: str = CURRENT, *, paddle: bool = False, lazy_kernels: bool = True
+    log: EventLog,
+    pytorch: str = CURRENT,
+    *,
+    paddle: bool = False,
+    lazy_kernels: bool = True,
+    communicators: Sequence[int] = (),
 ) -> tuple[CardReading, ...]:
     """What would be read of the card, one entry per device of the trace; () for a machine without figures for that.
 
@@ -66,9 +72,15 @@ def card_reading(
     lazy_kernels: whether the context loads kernels as they are needed, as CUDA does by default from 12.2 on, and under
         PyTorch from 11.7 on, with a driver of version 515 or newer; else it has all of them from the start (CUDA
         programming guide, Lazy Loading; pytorch/pytorch, pull request 86509).
+    communicators: how many ranks each further communicator has, which no op of the trace uses: such as that of all
+        ranks, from a barrier at the start, or that of the norm of all gradients.
 
-    Raises TiersimError where `pytorch` names no version, or where what collectives hold leaves no space for the rest.
+    Raises TiersimError where `pytorch` names no version, where what collectives hold leaves no space for the rest, or
+    where a communicator has no ranks.
     """
+    for each in communicators:
+        if not isinstance(each, int) or isinstance(each, bool) or each < 1:
+            raise TiersimError(f"communicators: each needs a number of ranks of at least 1, has {each!r}; nearest: 1")
     card = _cards().get(log.platform.name.partition(" ")[0])
     if card is None:
         return ()
@@ -77,7 +89,8 @@ def card_reading(
     found = []
     for device in range(log.trace.devices):
         recorded = recorded_in_paddle(log, device) if paddle else recorded_exchanges(log, device, pytorch)
-        found.append(_of_device(log, device, card, context, recorded))
+        ranks = [*_communicators(log, device), *(each for each in communicators if each > 1)]
+        found.append(_of_device(log, device, card, context, recorded, ranks))
     return tuple(found)
 
 
@@ -92,12 +105,15 @@ def _cards() -> Mapping[str, Mapping[str, Any]]:
     return {name: card for card in _figures()["cards"] for name in card["profiles"]}
 
 
-def _of_device(log: EventLog, device: int, card: Mapping[str, Any], context: int, recorded: list[int]) -> CardReading:
+def _of_device(
+    log: EventLog, device: int, card: Mapping[str, Any], context: int, recorded: list[int], ranks: list[int]
+) -> CardReading:
+    """ranks: of each communicator."""
     c = log.trace.op_columns
     own = c.device == device
     products = own & (c.kind == KIND_CODE["matmul"])
     threads = len({bool(backward) for backward in (c.phase[products] == PHASE_CODE["backward"]).tolist()})
-    ranks, neighbours = list(_communicators(log, device)), _neighbours(log, device)
+    neighbours = _neighbours(log, device)
     buffers: int | None = 0
     if ranks or any(neighbours):
         buffers = _buffers(ranks, neighbours, card)
@@ -145,12 +161,11 @@ def _neighbours(log: EventLog, device: int) -> tuple[int, int]:
 
 def _buffers(ranks: list[int], neighbours: tuple[int, int], card: Mapping[str, Any]) -> int | None:
     """Bytes of communicators of so many ranks each, and of the sends and receives of stages; None if nobody knows."""
-    sources, targets = neighbours
-    if "communicator" in card:
-        each = parse_bytes(card["communicator"])
-        return (len(ranks) + max(sources, targets)) * each
-    if "channels" not in card:
+    if "communicator" not in card:
         return None
-    receive, send = (parse_bytes(_figures()["connection"][key]) for key in ("receive", "send"))
-    collective = sum(int(card["channels"]) * (1 + min(2, count - 1)) for count in ranks) * (receive + send)
-    return collective + int(_figures()["peers"]["channels"]) * (sources * receive + targets * send)
+    sources, targets = neighbours
+    of_two, of_more = map(parse_bytes, card["communicator"])
+    collective = sum(of_two if count == 2 else of_more for count in ranks)
+    if "receive" not in card:
+        return collective + max(sources, targets) * of_two
+    return collective + sources * parse_bytes(card["receive"]) + targets * parse_bytes(card["send"])

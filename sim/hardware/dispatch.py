@@ -31,6 +31,12 @@ EAGER = "eager"
 CAPTURED = "captured"
 """The fact of a trace that lists the ops, by id and in order, of each part that is launched as one graph."""
 
+AWAITED = "awaited"
+"""The fact of a trace that lists the ops, by id, before which the program reads something from the device.
+
+Set last: what rewrites the trace does not number it again.
+"""
+
 READS = ("adafactor",)
 """Optimizers that read figures of each parameter from the device, for which the CPU waits: norms, by `item()`."""
 
@@ -71,7 +77,7 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     for part in trace.meta.get(CAPTURED, ()):
         each[part[1:]] = 0
     each.setflags(write=False)
-    waits = set[int]()
+    waits = set(trace.meta.get(AWAITED, ())) - set(np.flatnonzero(called).tolist()) if not figures.is_graph else set()
     if trace.meta.get("precision") in SCALED and not figures.is_graph:
         for device in range(trace.devices):
             first = np.flatnonzero((c.device == device) & (c.phase == PHASE_CODE["update"]) & ~called)

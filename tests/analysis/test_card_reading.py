@@ -10,6 +10,7 @@ import pytest
 import sim.analysis
 from sim import load_profile, simulate
 from sim.analysis import card_reading
+from sim.errors import TiersimError
 from sim.layout import lay_out
 from sim.trace import TraceBuilder
 from workloads import transformer
@@ -17,6 +18,7 @@ from workloads import transformer
 MIB = 2**20
 SMALL = {"model_type": "gpt2", "vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 4, "n_head": 2}
 CACHING = {"tiers.hbm.allocator": "caching"}
+USED = ("communicator", "receive", "send")
 
 
 def laid_out(layout, profile="a100_80_sxm", batch=8):
@@ -24,11 +26,24 @@ def laid_out(layout, profile="a100_80_sxm", batch=8):
     return simulate(*lay_out(trace, load_profile(profile, overrides={"devices": "8", **CACHING}), layout)).log
 
 
-def test_buffers_of_a_connection_are_those_of_nccls_protocols():
-    """LL 8 lines x 512 threads x 8 steps x 16 B, LL128 120 x 640 x 8 x 8 B, Simple 4 MiB, in pages of 2 MiB."""
-    figures = tomllib.loads(Path(sim.analysis.__file__).with_name("card_reading.toml").read_text(encoding="utf-8"))
-    protocols = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
-    assert figures["connection"]["receive"] == f"{-(-protocols // (2 * MIB)) * 2} MiB"
+def test_buffers_are_those_of_nccls_protocols():
+    """LL 8 lines x 512 threads x 8 steps x 16 B, LL128 120 x 640 x 8 x 8 B, Simple 4 MiB, in pages of 2 MiB.
+
+    On A100 over NVLink Simple is the sender's, with 4 KiB or so of its own; on H100 all three are the receiver's. There
+    are 24 channels for collectives and 32 to a peer; a rank has one neighbour of two, and two within a chain.
+    """
+    cards = tomllib.loads(Path(sim.analysis.__file__).with_name("card_reading.toml").read_text(encoding="utf-8"))
+    a100, h100 = ({k: v for k, v in card.items() if k in USED} for card in cards["cards"][:2])
+    lines, simple = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8, 4 * MIB
+
+    def pages(of):
+        return -(-of // (2 * MIB)) * 2
+
+    assert (a100["receive"], a100["send"]) == (f"{32 * pages(lines)} MiB", f"{32 * pages(simple + 4096)} MiB")
+    assert (h100["receive"], h100["send"]) == (f"{32 * pages(lines + simple)} MiB", f"{32 * pages(4096)} MiB")
+    assert h100["communicator"] == [f"{24 * near * pages(lines + simple + 2 * MIB)} MiB" for near in (1, 2)]
+    two, more = (int(each.removesuffix(" MiB")) for each in a100["communicator"])
+    assert more - two == 24 * pages(lines)
 
 
 @pytest.mark.parametrize(("profile", "workspace"), [("a100_80_sxm", 4096 * 2 * 1024 + 16 * 8 * 1024), ("h100", 2**25)])
@@ -50,24 +65,37 @@ def test_one_device_has_a_context_and_a_workspace_per_thread(profile, workspace)
     assert all_kernels.bytes - found.bytes == all_kernels.context - found.context == 1343 * MIB - 400 * 10**6
 
 
-def test_a_communicator_of_eight_has_a_ring_and_a_chain_on_each_channel():
-    """24 channels, on each one neighbour of the ring and two of the chain, 12 MiB each: 864 MiB."""
+def test_a_communicator_of_eight_is_that_of_four_which_was_measured():
     (found,) = card_reading(laid_out({"dp": 8}))
-    assert found.communicators == 24 * (1 + 2) * 12 * MIB == 864 * MIB
+    assert found.communicators == 688 * MIB
+    (hopper,) = card_reading(laid_out({"dp": 8}, profile="h100"))
+    assert hopper.communicators == 24 * 2 * 12 * MIB
 
 
-def test_each_axis_has_a_communicator_and_two_ranks_have_one_neighbour_in_the_chain():
+def test_each_axis_has_a_communicator_and_two_ranks_have_a_smaller_one():
     (found,) = card_reading(laid_out({"dp": 4, "tp": 2}))
-    assert found.communicators == (24 * 3 + 24 * 2) * 12 * MIB
+    assert found.communicators == (688 + 544) * MIB
 
 
 def test_stages_receive_from_and_send_to_their_neighbours():
-    """The first sends activations and receives gradients, the second the other way round: 32 channels of 10 + 2 MiB.
+    """The first sends activations and receives gradients, the second the other way round: 32 channels of 6 + 6 MiB.
 
-    The two that have a tied weight are a communicator, too: 24 channels for each way of a ring of two.
+    The two that have a tied weight are a communicator, too.
     """
     found = card_reading(laid_out({"pp": 2, "micro_batches": 4}))
-    assert [stage.communicators for stage in found] == 2 * [(32 + 24 * 2) * 12 * MIB]
+    assert [stage.communicators for stage in found] == 2 * [(32 * 12 + 544) * MIB]
+
+
+def test_communicators_that_no_op_uses_are_named_by_their_ranks():
+    """As PaddlePaddle has them, with stages: of all ranks, of the stages, and of the norm of all gradients."""
+    log = laid_out({"dp": 4, "tp": 2})
+    (plain,), (more,) = card_reading(log), card_reading(log, communicators=[8, 4, 2, 1])
+    assert more.bytes - plain.bytes == more.communicators - plain.communicators == (688 + 688 + 544) * MIB
+    (known,) = card_reading(laid_out({"dp": 2}, profile="v100_32"), communicators=[2])
+    assert known.communicators is None
+    for wrong in ([0], [-2], [1.5], [True], ["8"]):
+        with pytest.raises(TiersimError, match=r"communicators: each needs a number of ranks .* nearest: 1"):
+            card_reading(log, communicators=wrong)
 
 
 def test_where_nobody_says_how_large_it_is_there_is_none():
@@ -83,7 +111,7 @@ def test_a_communicator_of_ascend_has_a_pair_of_buffers_and_its_card_is_never_em
         assert found.bytes == found.tensors + found.context + found.communicators
 
 
-def test_channels_that_no_log_names_are_not_guessed():
+def test_communicators_of_cards_that_nobody_measured_are_not_guessed():
     """Over PCIe: no figure; alone, a card has no communicator."""
     alone = card_reading(simulate(transformer(SMALL, batch=1, sequence=16), load_profile("a100_40_pcie")).log)
     assert [reading.communicators for reading in alone] == [0]

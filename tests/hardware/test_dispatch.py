@@ -11,7 +11,7 @@ from sim.engine.prepare import prepare
 from sim.errors import PolicyError, ProfileError
 from sim.hardware.assemble import dispatch_parts
 from sim.hardware.cost import LOOPED, op_times
-from sim.hardware.dispatch import CAPTURED, dispatched
+from sim.hardware.dispatch import AWAITED, CAPTURED, dispatched
 from sim.layout import lay_out
 from sim.rewrites.rewriter import with_columns
 from sim.trace.op import PHASES
@@ -80,6 +80,21 @@ def test_what_is_captured_is_dispatched_as_one():
     plain, found = (dispatched(t, platform, prepare(t, platform).times.engine).each for t in (TINY, trace))
     assert np.flatnonzero(plain != found).tolist() == [4, 5, 10]
     assert not found[[4, 5, 10]].any()
+
+
+def test_where_the_program_reads_from_the_device_the_cpu_begins_afresh():
+    """The device is idle for what dispatching the ops from there to the first long one takes; a graph reads nothing."""
+    trace = transformer("gpt2-medium", batch=8, sequence=512, precision="bf16")
+    middle = len(trace.ops) // 2
+    read = with_columns(trace, {**trace.meta, AWAITED: [middle]})
+    platform = machine(dispatch="cpu")
+    assert prepare(read, platform).dispatch.synchronized == {middle}
+    free, bound = (simulate(t, platform).log for t in (trace, read))
+    start = {log: int(log.interval("start")[log.interval("op") == middle].max()) for log in (free, bound)}
+    each = prepare(read, platform).dispatch.each
+    assert start[bound] == start[free] + int(each[middle])
+    assert bound.end - free.end >= int(each[middle])
+    assert simulate(read, machine(dispatch="graphs")).log.end == simulate(trace, machine(dispatch="graphs")).log.end
 
 
 def test_an_optimizer_that_goes_through_parameters_one_by_one_launches_eight_kernels_for_each():

@@ -11,7 +11,9 @@ includes beside those of tensors), `dispatch` (who launches: a CPU under the sta
 request 1270), `joint_adapters` (LitGPT's projection of queries, keys and values: see there), `last_stage` (the device
 that was read; else the fullest), `pytorch` (the version in the source's container, where it is known), `paddle`
 (PaddlePaddle ran), `lazy_kernels` (false where the source prints a CUDA before 12.2 and nothing turns that on),
-`memory_only` (its time is not that of training). `missing`: why nothing is, where nothing is.
+`communicators` (the ranks of each that the framework makes beside those of the layout: see there), `reads_each` (the
+program reads from the device before each micro-batch), `memory_only` (its time is not that of training). `missing`: why
+nothing is, where nothing is.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from sim.analysis.card_reading import card_reading
 from sim.analysis.peak_memory import home_peak, peak_bytes, peak_memory
 from sim.errors import TiersimError, WorkloadError
 from sim.experiment import simulate
+from sim.hardware.dispatch import AWAITED
 from sim.hardware.profile import load_profile
 from sim.layout import lay_out
 from sim.rewrites.gradient_buffer import gradient_buffers
-from sim.rewrites.rewriter import Rewriter
+from sim.rewrites.rewriter import Rewriter, with_columns
 from sim.rewrites.stack import fuse_streams, recomputed_inside, stream_groups
 from sim.trace import Trace
 from workloads import cnn, transformer, with_stack
@@ -56,7 +59,8 @@ LAYOUT = (
     ),
     *("layers", "bucket", "gradient_buffer", "gathered"),
 )
-READING = ("context", "last_stage", "memory_only", "pytorch", "paddle", "lazy_kernels")
+SOFTWARE = ("pytorch", "paddle", "lazy_kernels", "communicators")
+READING = ("context", "last_stage", "memory_only", "reads_each", *SOFTWARE)
 MACHINE = ("dispatch", "profile", "card", "network", "flash")
 RUN = (
     *(*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses"),
@@ -198,12 +202,13 @@ def _run(setup: Mapping[str, Any], micro_batches: int, reading: str) -> tuple[in
         stacked = partial(fusing_only, modules=FUSED[setup["fuses"]])
     platform = load_profile(setup["profile"], overrides=overrides)
     divided, device = lay_out(trace, platform, layout, kernels=stacked) if several else (stacked(trace), platform)
+    divided = reading_each(divided) if setup.get("reads_each") else divided
     log = simulate(divided, device, setup["policy"]).log
     if setup.get("last_stage"):
         return log.end, peak_bytes(log)[device.home(divided.devices - 1).name]
     if not reading.startswith((*OF_THE_CARD, *RESERVED)):
         return log.end, home_peak(log)
-    software = {key: setup[key] for key in ("pytorch", "paddle", "lazy_kernels") if key in setup}
+    software = {key: setup[key] for key in SOFTWARE if key in setup}
     read = card_reading(log, **software)
     if reading.startswith(OF_THE_CARD) and "context" not in setup and read:
         return log.end, max(each.bytes for each in read)
@@ -219,6 +224,17 @@ def fusing_only(trace: Trace, modules: set[str]) -> Trace:
     groups = [[op for op in group if inside[op]] for group in stream_groups(trace)]
     groups = [group for group in groups if group]
     return fuse_streams(trace, recomputed_inside(trace, groups), groups, update=False, stack="fused")
+
+
+def reading_each(trace: Trace) -> Trace:
+    """The trace of a program that reads from the device before each micro-batch (`name.mbK`)."""
+    c = trace.op_columns
+    first: dict[tuple[int, str], int] = {}
+    for op, name in enumerate(c.name):
+        _, found, part = name.rpartition(".mb")
+        if found and part.isdecimal():
+            first.setdefault((int(c.device[op]), part), op)
+    return with_columns(trace, {**trace.meta, AWAITED: sorted(first.values())})
 
 
 def holding_inputs(trace: Trace) -> Trace:
