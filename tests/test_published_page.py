@@ -95,3 +95,10 @@ def test_a_row_that_says_too_little_is_refused_in_one_line(change, says):
     assert says in str(error.value)
     assert "tune-02" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_rows_of_grade_a_that_are_far_off_have_a_reason(script):
+    """And no row has one that is not far off any more."""
+    lines = [line.split(" | ") for line in script.far(script.both(script.load()))[3:] if line]
+    assert {line[0].removeprefix("| ") for line in lines} == set(script.MISSES)
+    assert not any(line[3].startswith("not explained |") for line in lines)
