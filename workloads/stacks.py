@@ -61,10 +61,10 @@ def with_stack(trace: Trace, stack: str) -> Trace:
     without ops that could be fused, with times measured for the eager kernels, or without the layers to compile.
     """
     check_stack(stack)
-    if stack == "eager":
-        return trace
     if trace.meta.get("stack", "eager") != "eager":
         raise WorkloadError(f"stack: this trace is already of the stack {trace.meta['stack']!r}")
+    if stack == "eager":
+        return trace
     what = stacks()[stack]
     groups = stream_groups(trace, columns=what["column_sums"])
     if what.get("regions", "graph") == "layer":
@@ -94,7 +94,7 @@ def after_division(stack: str | None, ranks: int) -> Callable[[Trace], Trace] | 
 
     None where the trace may have the stack from the start: `lay_out(…, kernels=after_division(stack, tp * cp * ep))`.
     """
-    return partial(with_stack, stack=stack) if ranks > 1 and stack else None
+    return partial(with_stack, stack=stack) if ranks > 1 and stack is not None else None
 
 
 def _refuse(trace: Trace, stack: str, groups: Sequence[Sequence[int]]) -> None:

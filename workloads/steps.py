@@ -65,7 +65,8 @@ def training_step(model: Any, *, selected: Selected = None, **axes: Any) -> Trac
         from workloads.capture import capture_from_reference
 
         sizes = {axis: value for axis, value in axes.items() if axis != "stack" and value is not None}
-        return as_workload(capture_from_reference(model, sizes, **changes), axes.get("stack") or "eager")
+        stack = axes.get("stack")
+        return as_workload(capture_from_reference(model, sizes, **changes), "eager" if stack is None else stack)
     try:
         trace = transformer(model, **axes)
     except NotBuiltIn as error:

@@ -19,11 +19,13 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from sim.analysis.peak_memory import peak_memory
-from sim.analysis.recorded_streams import recorded_exchanges, recorded_in_paddle, reserved_with_streams
+from sim.analysis.recorded_streams import recorded_exchanges, recorded_in_paddle, reserved_with_streams, version_of
+from sim.arguments import explained
 from sim.errors import TiersimError
 from sim.log import EventLog
 from sim.trace.op import KIND_CODE, PHASE_CODE
@@ -57,6 +59,7 @@ class CardReading:
         object.__setattr__(self, "bytes", sum(known))
 
 
+@explained
 def card_reading(
     log: EventLog,
     pytorch: str = CURRENT,
@@ -78,9 +81,9 @@ def card_reading(
     Raises TiersimError where `pytorch` names no version, where what collectives hold leaves no space for the rest, or
     where a communicator has no ranks.
     """
-    for each in communicators:
-        if not isinstance(each, int) or isinstance(each, bool) or each < 1:
-            raise TiersimError(f"communicators: each needs a number of ranks of at least 1, has {each!r}; nearest: 1")
+    also = [_ranks(each) for each in communicators]
+    if not paddle:
+        version_of(pytorch)
     card = _cards().get(log.platform.name.partition(" ")[0])
     if card is None:
         return ()
@@ -89,9 +92,16 @@ def card_reading(
     found = []
     for device in range(log.trace.devices):
         recorded = recorded_in_paddle(log, device) if paddle else recorded_exchanges(log, device, pytorch)
-        ranks = [*_communicators(log, device), *(each for each in communicators if each > 1)]
+        ranks = [*_communicators(log, device), *(each for each in also if each > 1)]
         found.append(_of_device(log, device, card, context, recorded, ranks))
     return tuple(found)
+
+
+def _ranks(given: object) -> int:
+    """How many ranks a communicator is said to have. Raises TiersimError."""
+    if isinstance(given, bool) or not isinstance(given, SupportsIndex) or index(given) < 1:
+        raise TiersimError(f"communicators: each needs a number of ranks of at least 1, has {given!r}; nearest: 1")
+    return index(given)
 
 
 @cache
@@ -113,10 +123,10 @@ def _of_device(
     own = c.device == device
     products = own & (c.kind == KIND_CODE["matmul"])
     threads = len({bool(backward) for backward in (c.phase[products] == PHASE_CODE["backward"]).tolist()})
-    neighbours = _neighbours(log, device)
+    (sources, targets), direct = _neighbours(log, device), _direct(log, device)
     buffers: int | None = 0
-    if ranks or any(neighbours):
-        buffers = _buffers(ranks, neighbours, card)
+    if ranks or sources or targets:
+        buffers = _buffers(ranks, (sources, targets), direct, card)
     return CardReading(
         device=device,
         tensors=_of_tensors(log, device, recorded),
@@ -145,6 +155,8 @@ def _communicators(log: EventLog, device: int) -> Iterator[int]:
     for op, ring in c.ring.items():  # of one rank that stands for all
         if c.device[op] == device and ring.ranks > 1 and len(members.get(c.group.get(op, ""), ())) < 2:
             axes[ring.axis] = max(axes.get(ring.axis, 0), ring.ranks)
+    if "neighbour" in axes and any("context" in axis for axis in axes):
+        del axes["neighbour"]  # steps of ring attention go over the communicator of the ranks of a context
     yield from axes.values()
 
 
@@ -159,13 +171,27 @@ def _neighbours(log: EventLog, device: int) -> tuple[int, int]:
     return sum(to == device for _, to in pairs), sum(by == device for by, _ in pairs)
 
 
-def _buffers(ranks: list[int], neighbours: tuple[int, int], card: Mapping[str, Any]) -> int | None:
-    """Bytes of communicators of so many ranks each, and of the sends and receives of stages; None if nobody knows."""
+def _direct(log: EventLog, device: int) -> int:
+    """With how many others one exchanges directly: with all in an all-to-all, in a ring of attention with one."""
+    c = log.trace.op_columns
+    most = dict.fromkeys(("expert", "neighbour"), 1)
+    for op, ring in c.ring.items():
+        if c.device[op] == device and ring.axis in most:
+            most[ring.axis] = max(most[ring.axis], ring.ranks)
+    return most["expert"] - 1 + min(most["neighbour"] - 1, 1)
+
+
+def _buffers(ranks: list[int], stages: tuple[int, int], direct: int, card: Mapping[str, Any]) -> int | None:
+    """Bytes of communicators of so many ranks each, and of direct exchanges; None if nobody knows.
+
+    stages: from how many others one receives, and to how many it sends. direct: with how many one does both.
+    """
     if "communicator" not in card:
         return None
-    sources, targets = neighbours
+    sources, targets = stages
     of_two, of_more = map(parse_bytes, card["communicator"])
     collective = sum(of_two if count == 2 else of_more for count in ranks)
     if "receive" not in card:
         return collective + max(sources, targets) * of_two
-    return collective + sources * parse_bytes(card["receive"]) + targets * parse_bytes(card["send"])
+    receive, send = parse_bytes(card["receive"]), parse_bytes(card["send"])
+    return collective + (sources + direct) * receive + (targets + direct) * send

@@ -47,16 +47,21 @@ SYNCHRONOUS_UNRECORDED, UNRECORDED = (2, 2), (2, 8)
 """The versions since which collectives that a program waits for at once, and since which all, are not recorded."""
 
 
+def version_of(pytorch: object) -> tuple[int, int]:
+    """The version of PyTorch that a text names, such as "2.3". Raises TiersimError where it names none."""
+    found = re.match(r"(\d+)\.(\d+)", pytorch, re.ASCII) if isinstance(pytorch, str) else None
+    if found is None:
+        nearest = f"{pytorch}" if isinstance(pytorch, float) else "2.8"
+        raise TiersimError(f"pytorch: needs a version, has {pytorch!r}; nearest: '{nearest}'")
+    return int(found[1]), int(found[2])
+
+
 def recorded_exchanges(log: EventLog, device: int, pytorch: str) -> list[int]:
     """The ops of a device whose tensors NCCL's stream is recorded on, in a version of PyTorch ("2.3").
 
     Raises TiersimError where that names no version.
     """
-    found = re.match(r"(\d+)\.(\d+)", pytorch, re.ASCII) if isinstance(pytorch, str) else None
-    if found is None:
-        nearest = f"{pytorch}" if isinstance(pytorch, float) else "2.8"
-        raise TiersimError(f"pytorch: needs a version, has {pytorch!r}; nearest: '{nearest}'")
-    version = int(found[1]), int(found[2])
+    version = version_of(pytorch)
     if version >= UNRECORDED:
         return []
     c = log.trace.op_columns

@@ -376,7 +376,7 @@ def workload(options: dict[str, Any]) -> Any:
         from workloads import load_trace
         from workloads.stacks import as_workload
 
-        return as_workload(load_trace(options["trace"]), options["stack"] or "eager")
+        return as_workload(load_trace(options["trace"]), "eager" if options["stack"] is None else options["stack"])
     from workloads.steps import is_reference, training_step
 
     if not options["model"]:

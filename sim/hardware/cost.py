@@ -181,6 +181,10 @@ def _by_engine(trace: Trace, platform: Platform) -> tuple[NDArray[np.int32], lis
     return engine, np.split(order, starts[1:]) if len(order) else []
 
 
+COMPILED = ("compiled", "compiled_layers")
+"""The stacks of `torch.compile`."""
+
+
 def transposed(trace: Trace, ops: NDArray[np.int64], unit: Engine) -> NDArray[np.int64]:
     """Bytes that an engine reads and writes to transpose the images of convolutions. Shape (ops,).
 
@@ -197,7 +201,7 @@ def transposed(trace: Trace, ops: NDArray[np.int64], unit: Engine) -> NDArray[np
     again = np.zeros(len(ops), np.int64)
     if not len(ops) or KINDS[c.kind[ops[0]]] != "conv" or not unit.transposes:
         return again
-    if trace.meta.get("channels_last") or trace.meta.get("stack") == "compiled":
+    if trace.meta.get("channels_last") or trace.meta.get("stack") in COMPILED:
         return again
     if peak_dtype(unit, c.dtype[int(ops[0])]) not in unit.transposes:
         return again

@@ -12,12 +12,14 @@ the iteration has to wait for (`added`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.errors import TraceError
 from sim.hardware.cost import kernels, looped, op_times
 from sim.hardware.platform import Platform
 from sim.trace.graph import Trace
@@ -71,13 +73,15 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     called = np.array([unit.device < 0 for unit in platform.engines])[engine]
     optimizer = str(trace.meta.get("optimizer", ""))
     updates = looped(trace)
-    if len(updates):  # plain calls, as backward makes them
-        each[updates] = figures.backward * kernels(trace)[updates]
+    if len(updates):  # plain calls, as eager backward makes them, under every stack
+        each[updates] = known.get(EAGER, figures).backward * kernels(trace)[updates]
     each = np.where(called, 0, each)
     for part in trace.meta.get(CAPTURED, ()):
-        each[part[1:]] = 0
+        each[_ops_of(trace, CAPTURED, part)[1:]] = 0
     each.setflags(write=False)
-    waits = set(trace.meta.get(AWAITED, ())) - set(np.flatnonzero(called).tolist()) if not figures.is_graph else set()
+    waits = set[int]()
+    if not figures.is_graph:
+        waits.update(op for op in _ops_of(trace, AWAITED, trace.meta.get(AWAITED, ())) if not called[op])
     if trace.meta.get("precision") in SCALED and not figures.is_graph:
         for device in range(trace.devices):
             first = np.flatnonzero((c.device == device) & (c.phase == PHASE_CODE["update"]) & ~called)
@@ -85,6 +89,17 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     if len(updates) and optimizer in READS and not figures.is_graph:
         waits.update(updates[~called[updates]].tolist())
     return Dispatched(each, figures.once, frozenset(waits))
+
+
+def _ops_of(trace: Trace, fact: str, ids: object) -> list[int]:
+    """The ops that a fact of a trace lists by their ids. Raises TraceError."""
+    found = list[int]()
+    most = len(trace.op_columns.name) - 1
+    for op in ids if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]:
+        if not isinstance(op, int) or isinstance(op, bool) or not 0 <= op <= most:
+            raise TraceError(f"meta {fact!r}: needs ids of ops from 0 to {most}, has {op!r}")
+        found.append(op)
+    return found
 
 
 def added(trace: Trace, platform: Platform) -> NDArray[np.int64]:

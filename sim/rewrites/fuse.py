@@ -153,24 +153,25 @@ def _widest(ops: Sequence[Op]) -> str:
 class _Piece:
     """Ops that become one op of the new trace.
 
-    ops: those met so far. written, read: the tensors that they write and read.
-    fused: whether they are of a group.
+    ops: those met so far.
     phase: of the ops.
+    group: which group they are of; -1 for an op of none.
+    started: how many ops came before the first.
     again: ops of an earlier phase that it computes once more.
     reads: what it finds in memory, once it is complete.
     """
 
     ops: list[int]
-    fused: bool
     phase: int
-    written: set[int] = field(default_factory=set)
-    read: set[int] = field(default_factory=set)
+    group: int = -1
+    started: int = 0
     again: list[int] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
 
-    def comes_before(self, reads: Sequence[int], overwritten: Sequence[int]) -> bool:
-        """Whether an op that reads and overwrites these tensors must come after all of this piece."""
-        return not self.written.isdisjoint((*reads, *overwritten)) or not self.read.isdisjoint(overwritten)
+    @property
+    def fused(self) -> bool:
+        """Whether they are of a group."""
+        return self.group >= 0
 
     def complete(self, trace: Trace, recomputed: Collection[int]) -> _Piece:
         """The piece with what it recomputes and what it reads."""
@@ -204,18 +205,26 @@ def _pieces(
     overwrites = bool((trace.tensor_columns.replaces >= 0).any())
     collecting: dict[int, _Piece] = {}
     pieces: list[_Piece] = []
-    for op in _hoisted(trace, groups, group_of) if mixed else range(len(trace.ops)):
+    made: dict[int, _Piece] = {}  # tensors that a group's ops write; the pieces whose ops read each
+    read: dict[int, list[_Piece]] = {}
+    order = _hoisted(trace, groups, group_of) if mixed else range(len(trace.op_columns.name))
+    for place, op in enumerate(order):
         group, reads, writes = group_of.get(op, -1), trace.distinct_reads[op], trace.all_writes[op]
         overwritten = [replaces[t] for t in writes if replaces[t] >= 0] if overwrites else []
-        for k in [k for k, piece in collecting.items() if k != group and piece.comes_before(reads, overwritten)]:
+        before = [made[t] for t in (*reads, *overwritten) if t in made]  # all of them come before this op
+        before += [piece for t in overwritten for piece in read.get(t, ())]
+        due = {piece.group for piece in before if piece.group in collecting and collecting[piece.group] is piece}
+        for k in sorted(due - {group}, key=lambda k: collecting[k].started):
             pieces.append(collecting.pop(k))
         if group < 0:
-            pieces.append(_Piece([op], False, phase[op]))
+            pieces.append(_Piece([op], phase[op]))
             continue
-        piece = collecting.setdefault(group, _Piece([], True, phase[op]))
+        piece = collecting.setdefault(group, _Piece([], phase[op], group, place))
         piece.ops.append(op)
-        piece.written.update(writes)
-        piece.read.update(reads)
+        made.update(dict.fromkeys(writes, piece))
+        if overwrites:
+            for t in reads:
+                read.setdefault(t, []).append(piece)
         missing[group] -= 1
         # complete groups run in the order of their starts, so that the order does not depend on how ops interleave
         while collecting and not missing[first := next(iter(collecting))]:

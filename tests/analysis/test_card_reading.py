@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import sim.analysis
@@ -95,9 +96,31 @@ def test_communicators_that_no_op_uses_are_named_by_their_ranks():
     assert more.bytes - plain.bytes == more.communicators - plain.communicators == (688 + 688 + 544) * MIB
     (known,) = card_reading(laid_out({"dp": 2}, profile="v100_32"), communicators=[2])
     assert known.communicators is None
+    assert card_reading(log, communicators=[np.int64(8), 4, 2]) == card_reading(log, communicators=[8, 4, 2])
+    for wrong in (8, None):
+        with pytest.raises(TiersimError, match="communicators"):
+            card_reading(log, communicators=wrong)
+    with pytest.raises(TiersimError, match="pytorch: needs a version, has 'junk'"):
+        card_reading(simulate(transformer(SMALL, batch=1, sequence=16), load_profile("p100")).log, "junk")
     for wrong in ([0], [-2], [1.5], [True], ["8"]):
         with pytest.raises(TiersimError, match=r"communicators: each needs a number of ranks .* nearest: 1"):
             card_reading(log, communicators=wrong)
+
+
+def test_an_all_to_all_exchanges_with_each_other_rank_and_a_ring_of_attention_with_the_next():
+    """Beside their communicators: of experts, as was measured; of a ring, that of the ranks of a context."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
+    mixture = {"model_type": "mixtral", "vocab_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2, **sizes}
+    trace = transformer(mixture, batch=8, sequence=16, precision="mixed_bf16", attention="eager")
+    for profile, of_eight, peer in (("a100_80_sxm", 688 * MIB, 384 * MIB), ("h100", 576 * MIB, 468 * 10**6)):
+        machine = load_profile(profile, overrides={"devices": "8", **CACHING})
+        (found,) = card_reading(simulate(*lay_out(trace, machine, {"dp": 8, "ep": 8})).log)
+        assert found.communicators == 2 * of_eight + 7 * peer
+    machine = load_profile("a100_80_sxm", overrides={"devices": "8", **CACHING})
+    trace = transformer(SMALL, batch=1, sequence=32, precision="mixed_bf16", attention="flash")
+    (ring,) = card_reading(simulate(*lay_out(trace, machine, {"cp": 4, "ring_attention": True})).log)
+    (plain,) = card_reading(simulate(*lay_out(trace, machine, {"cp": 4})).log)
+    assert ring.communicators == plain.communicators + 384 * MIB
 
 
 def test_where_nobody_says_how_large_it_is_there_is_none():

@@ -8,7 +8,7 @@ import pytest
 from sim import load_profile, simulate
 from sim.analysis.stalls import stalls
 from sim.engine.prepare import prepare
-from sim.errors import PolicyError, ProfileError
+from sim.errors import PolicyError, ProfileError, TraceError
 from sim.hardware.assemble import dispatch_parts
 from sim.hardware.cost import LOOPED, op_times
 from sim.hardware.dispatch import AWAITED, CAPTURED, dispatched
@@ -103,6 +103,18 @@ def test_an_optimizer_that_goes_through_parameters_one_by_one_launches_eight_ker
     eager = {known.stack: known for known in machine(dispatch="cpu").dispatch}["eager"]
     updates = [op.id for op in trace.ops if op.phase == "update"]
     assert set(found[updates].tolist()) == {8 * eager.backward}
+    for stack in ("compiled", "compiled_layers"):  # the optimizer runs eagerly there, too
+        other = with_stack(transformer("gpt2", batch=1, sequence=16, optimizer="adamw_loop"), stack)
+        found = prepare(other, machine(dispatch="cpu")).dispatch.each
+        updates = [op.id for op in other.ops if op.phase == "update"]
+        assert set(found[updates].tolist()) == {8 * eager.backward}
+
+
+@pytest.mark.parametrize("ids", [[-1], [10**6], ["x"], [1.5], [True], 7.5])
+def test_facts_that_list_no_ops_are_refused(ids):
+    for fact, value in ((AWAITED, ids), (CAPTURED, [ids])):
+        with pytest.raises(TraceError, match=rf"meta '{fact}': needs ids of ops from 0 to \d+, has"):
+            simulate(with_columns(TINY, {**TINY.meta, fact: value}), machine(dispatch="cpu"))
 
 
 def test_where_each_kernel_is_an_op_none_stands_for_several():
