@@ -16,6 +16,8 @@ from sim.hardware.platform import Platform
 
 STATEMENTS = ("time", "policies", "layouts", "machines", "peak")
 """Kinds of statement that an answer may make."""
+STATED = ("time", "policies")
+"""Those whose errors stand under each result."""
 WHAT = {
     "time": "a time itself",
     "policies": "the ratio of two policies' times",

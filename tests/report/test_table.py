@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.hardware.profile import load_profile
-from sim.report.cells import columns, ordered, percent, standings, text_of
+from sim.report.cells import columns, ordered, percent, standings, text_of, told_rows
 from sim.report.error_bars import error_lines
 from sim.report.footer import Footer, footer_lines
 from sim.report.markdown import comparison_markdown
@@ -162,6 +162,16 @@ def test_the_error_is_the_worst_of_the_measured_pairs_unless_the_caller_sets_ano
     text = comparison_text(rows)
     assert text.count(said) == 2  # the key and the verdict
     assert "n = " not in comparison_text(rows, model_error=0.25)
+
+
+def test_rows_as_data_have_the_verdict_of_the_table(rows):
+    told = told_rows([fitting("a", 1000, 5), fitting("b", 1050, 5), fitting("c", 1200, 5), fitting("d", 1000, 6)], 0.1)
+    assert [row["over_fastest"] for row in told] == pytest.approx([0, 0.05, 0.2, 0])
+    assert [row["indistinguishable"] for row in told] == [False, True, False, True]
+    signs = {name: "≈" in str(each) or each.ties for name, each in standings(told, 0.1).items()}
+    assert signs == {row["policy"]: row["indistinguishable"] for row in told}
+    (alone,) = [row for row in told_rows(rows) if row["fits"] is False][:1]
+    assert not {"over_fastest", "indistinguishable"} & alone.keys()
 
 
 def test_the_footer_states_the_error_of_a_ratio_and_of_a_time():
