@@ -318,17 +318,16 @@ def errors(found: Sequence[Row]) -> dict[str, list[float]]:
 def bars(figures: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Per kind of statement: of how many rows and sources, the errors of the middle, of nine tenths and the worst.
 
-    And of which machines they are: those of the pairs for policies, else of all rows.
+    And of which machines they are: those of its own rows.
     """
     found = both(figures)
-    ratio = [row for a, b, _ in pairs(found, ["policy"], ["sequence_parallel"]) for row in (a, b)]
     own = {"time": {"by_machine": {name: machine_bar(part) for name, part in by_machine(found).items()}}}
     return {
         kind: {
             "rows": len(part),
             "sources": sources_of(kind, found),
             **bar(part),
-            "machines": sorted({row["setup"]["profile"] for row in (ratio if kind == "policies" else found)}),
+            "machines": machines_of(kind, found),
             **own.get(kind, {}),
         }
         for kind, part in errors(found).items()
@@ -369,6 +368,17 @@ def sources_of(kind: str, found: Sequence[Row]) -> int:
     for row in found:
         by_source.setdefault(source_of(row), []).append(row)
     return sum(bool(errors(part)[kind]) for part in by_source.values())
+
+
+def machines_of(kind: str, found: Sequence[Row]) -> list[str]:
+    """The profiles of the rows, or pairs of rows, of one kind of statement."""
+    if kind == "machines":  # a pair of two
+        two = [row for a, b, _ in pairs(found, ["profile", "card"], SOFTWARE) for row in (a, b)]
+        return sorted({row["setup"]["profile"] for row in two})
+    rows: dict[str, list[Row]] = {}
+    for row in found:
+        rows.setdefault(row["setup"]["profile"], []).append(row)
+    return sorted(name for name, part in rows.items() if errors(part)[kind])
 
 
 def bar(found: Iterable[float]) -> dict[str, float]:

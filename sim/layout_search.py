@@ -67,6 +67,7 @@ from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.kept import kept
 from sim.trace.layers import op_layers
 from sim.trace.tensor import ROLES
+from sim.units import format_percent
 
 Parts = tuple[LayerPart, ...]
 POLICIES = ("keep_all", "selective_recompute", "full_recompute")
@@ -155,6 +156,12 @@ class LayoutSearch:
             return False
         error, _ = ratio_error(layouts=True)
         return (other.makespan_ns or 0) <= (best.makespan_ns or 0) * (1 + error)
+
+    @property
+    def told(self) -> str:
+        """That the runner-up can't be told from the best, for a place behind it; "" where it can."""
+        error, on = ratio_error(layouts=True)
+        return f" (not told from the best: the model's own error is {format_percent(error)}, {on})" * self.is_close
 
     @property
     def front(self) -> list[Found]:

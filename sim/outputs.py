@@ -15,6 +15,8 @@ from sim.comparison import Comparison
 from sim.errors import TiersimError
 from sim.experiment import Result
 from sim.foreign import part_of
+from sim.report.cells import told_rows
+from sim.report.error_bars import STATED, statement_errors
 from sim.report.files import write_aside
 
 LARGE_TIMELINE = 200_000
@@ -116,8 +118,9 @@ def write_run(result: Result, folder: Path, *, about: Mapping[str, Any], figures
     from sim.views import NAME, write_view
 
     name = "timeline.pftrace.gz" if len(result.log.intervals) > LARGE_TIMELINE else "timeline.pftrace"
+    error = {"measured_error": statement_errors(result.platform.name, STATED)}
     written = [
-        write_text(folder / "summary.json", to_json({**about, **result.summary()}) + "\n"),
+        write_text(folder / "summary.json", to_json({**about, **result.summary(), **error}) + "\n"),
         write_view(result, folder / NAME),
         write_timeline(result.log, folder / name),
     ]
@@ -150,9 +153,10 @@ def write_comparison(
         write_text(folder / "comparison.csv", comparison_csv(comparison.rows)),
         write_text(folder / "comparison.txt", text),
     ]
-    record = {**about, "rows": [dict(row) for row in comparison.rows], "left_out": dict(comparison.left_out)}
+    record = {**about, "rows": told_rows(comparison.rows), "left_out": dict(comparison.left_out)}
     if comparison.bound is not None:
         record["bound"] = comparison.bound.text()
+    record["measured_error"] = statement_errors(comparison.platform.name, STATED)
     written.append(write_text(folder / "comparison.json", to_json(record) + "\n"))
     ran = {**comparison.attempts, **comparison.results}
     for i, row in enumerate(comparison.rows):

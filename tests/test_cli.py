@@ -48,6 +48,26 @@ def test_compare_gives_a_row_for_each_policy_that_was_named(capsys):
     assert rows[1]["recompute_ns"] > rows[0]["recompute_ns"] == 0
 
 
+def test_json_says_what_the_table_says_of_the_error(capsys, tmp_path):
+    job = ("--profile", "a100_40_pcie", *JOB, "--policies", "keep_all,lru_tiering,full_recompute")
+    rows = json.loads(tiersim("compare", *job, "--json", "-o", str(tmp_path), capsys=capsys)[1])
+    text = (tmp_path / "comparison.txt").read_text(encoding="utf-8")
+    fastest = min(row["makespan_ns"] for row in rows)
+    assert [row["over_fastest"] for row in rows] == [row["makespan_ns"] / fastest - 1 for row in rows]
+    error = rows[0]["measured_error"]["policies"]
+    assert f"two policies' times {100 * error['bar']:.1f} % (the worst of n = {error['rows']} pairs" in text
+    assert f"on {' and '.join(error['measured_on'])} alone" in text
+    assert not rows[2]["indistinguishable"]
+    assert rows[2]["over_fastest"] > error["bar"]
+    saved = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))
+    assert saved["measured_error"] == rows[0]["measured_error"]
+    assert [row["indistinguishable"] for row in saved["rows"]] == [row["indistinguishable"] for row in rows]
+    assert (
+        json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["measured_error"]
+        == rows[0]["measured_error"]
+    )
+
+
 def test_an_infeasible_row_is_an_answer_and_names_its_floor(capsys):
     words = ["compare", "--profile", "mt3000_survey", *JOB, "--policies", "keep_all", "--budget", "1.5 GB", "--json"]
     code, out, _ = tiersim(*words, capsys=capsys)

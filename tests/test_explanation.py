@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,9 @@ from sim.errors import TiersimError
 from sim.experiment import simulate
 from sim.explanation import explain
 from sim.explanation.parting import parting, steps
+from sim.hardware.profile import load_profile
 from sim.plan import Plan
+from sim.report.error_bars import error_bar
 from tests.analysis.test_waits import late, there_and_back
 from tests.machines import GB, machine
 from tests.test_cli import tiersim
@@ -92,6 +95,37 @@ def test_a_run_that_waits_for_the_host_names_it_and_what_a_faster_one_saves():
     assert "as fast, the same peak" in same
 
 
+def test_two_runs_within_the_model_s_own_error_are_said_not_to_be_told_apart():
+    trace = transformer("gpt2", batch=1, sequence=128)
+    platform = load_profile("a100_80_sxm")
+    runs = [simulate(trace, replace(platform, engines=_launching(platform, ns))) for ns in (5000, 5100, 10000)]
+    bar = error_bar("policies").worst
+    near, far = (run.log.end / runs[0].log.end - 1 for run in runs[1:])
+    assert 0 < near < bar < far
+    for run, is_near in ((runs[1], True), (runs[2], False)):
+        for found in (explain(run, runs[0], seconds=0), explain(runs[0], run, seconds=0)):
+            said = "the times can't be told apart: they differ by no more than the model's own error of 4.1 %, n = 11"
+            assert (said in found.text()) == found.indistinguishable == is_near
+            assert found.as_dict()["indistinguishable"] == is_near
+            assert found.as_dict()["error"]["policies"]["bar"] == bar
+    assert explain(runs[0], seconds=0).indistinguishable is None
+    assert "told apart" not in explain(runs[0], runs[0], seconds=0).text()
+
+
+def _launching(platform, ns):
+    return tuple(replace(engine, launch=ns) if engine.main else engine for engine in platform.engines)
+
+
+def test_two_layouts_are_told_apart_by_the_error_of_layouts():
+    trace = transformer("gpt2", batch=2, sequence=128)
+    runs = [simulate(trace, "a100_80_sxm", parallel={"dp": 2, "zero": zero}) for zero in (1, 3)]
+    found = explain(*runs, seconds=0)
+    assert found.are_two_layouts
+    apart = max(run.log.end for run in runs) / min(run.log.end for run in runs) - 1
+    assert found.indistinguishable == (apart <= error_bar("layouts").nine_tenths)
+    assert not explain(runs[0], runs[0], seconds=0).are_two_layouts
+
+
 def test_without_time_no_change_is_tried_and_it_says_so():
     result = simulate(w1(4), machine(host=ROOM), "lru_tiering")
     found = explain(result, seconds=1e-9)
@@ -100,8 +134,6 @@ def test_without_time_no_change_is_tried_and_it_says_so():
 
 
 def test_runs_of_two_machines_and_rewritten_traces_are_refused():
-    from dataclasses import replace
-
     one = simulate(w1(4), machine(host=ROOM), "swap_all")
     other = simulate(w1(4), replace(machine(host=ROOM), name="other"), "swap_all")
     with pytest.raises(TiersimError, match="two machines, other and toy"):

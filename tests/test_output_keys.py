@@ -57,6 +57,11 @@ CELLS = (
 JOB = ("--profile", "a100_40_pcie", "--model", "gpt2", "--batch", "1", "--seq", "16")
 
 
+TOLD = ("over_fastest", "indistinguishable")
+ERRORS = ("time", "policies")
+ERROR = ("what", "on", "bar", "rows", "sources", "median", "nine_tenths", "worst", "measured_on")
+
+
 def answer(*words, capsys):
     return json.loads(tiersim(*words, "--json", capsys=capsys)[1])
 
@@ -68,10 +73,12 @@ def test_every_figure_of_a_summary_is_pinned():
 
 
 def test_run(capsys):
-    assert tuple(answer("run", *JOB, capsys=capsys)) == ("policy", *SUMMARY, *BOUND)
-    assert tuple(answer("run", *JOB, "--no-bound", capsys=capsys)) == ("policy", *SUMMARY)
+    assert tuple(answer("run", *JOB, capsys=capsys)) == ("policy", *SUMMARY, *BOUND, "measured_error")
+    assert tuple(answer("run", *JOB, "--no-bound", capsys=capsys)) == ("policy", *SUMMARY, "measured_error")
     found = answer("run", *JOB, "--analysis", "traffic", capsys=capsys)
-    assert tuple(found) == ("policy", *SUMMARY, *BOUND, "analyses")
+    assert tuple(found) == ("policy", *SUMMARY, *BOUND, "measured_error", "analyses")
+    assert tuple(found["measured_error"]) == ERRORS
+    assert all(tuple(error) == ERROR for error in found["measured_error"].values())
     assert tuple(found["analyses"]["traffic"][0]) == ("link", "bytes", "transfers", "busy_ns", "busy", "utilisation")
 
 
@@ -79,20 +86,21 @@ def test_compare(capsys):
     fits, refused = answer("compare", *JOB, "--policies", "keep_all,min_cut", "--budget", "1 GB", capsys=capsys)
     assert tuple(refused) == tuple(fits) == REFUSED
     (row,) = answer("compare", *JOB, "--policies", "keep_all", capsys=capsys)
-    assert tuple(row) == ROW
+    assert tuple(row) == (*ROW, *TOLD, "measured_error")
+    assert tuple(row["measured_error"]) == ERRORS
 
 
 def test_files_of_a_run_and_of_a_comparison(capsys, tmp_path):
     tiersim("run", *JOB, "--budget", "30 GB", "-o", str(tmp_path / "run"), capsys=capsys)
     saved = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert tuple(saved) == (*ABOUT, *SUMMARY)
+    assert tuple(saved) == (*ABOUT, *SUMMARY, "measured_error")
     assert tuple(saved["asked"]) == ASKED
     with gzip.open(tmp_path / "run" / "view.json.gz") as file:
         assert tuple(json.load(file)["view"]["figures"]) == SUMMARY
     tiersim("compare", *JOB, "--policies", "keep_all,full_recompute", "-o", str(tmp_path / "two"), capsys=capsys)
     saved = json.loads((tmp_path / "two" / "comparison.json").read_text())
-    assert tuple(saved) == (*ABOUT, "rows", "left_out", "bound")
-    assert all(tuple(row) == ROW for row in saved["rows"])
+    assert tuple(saved) == (*ABOUT, "rows", "left_out", "bound", "measured_error")
+    assert all(tuple(row) == (*ROW, *TOLD) for row in saved["rows"])
     head = next(csv.reader((tmp_path / "two" / "comparison.csv").open()))
     assert tuple(dict.fromkeys(name.partition(".")[0] for name in head)) == tuple(
         key for key in ROW if saved["rows"][0][key] != {} or saved["rows"][1][key] != {}

@@ -24,6 +24,18 @@ def test_page_and_error_bars_are_what_the_script_makes(script):
     assert json.loads(script.BARS.read_text(encoding="utf-8")) == script.bars(script.load())
 
 
+def test_machines_of_an_error_have_a_row_of_its_kind(script):
+    found = script.both(script.load())
+    bars = script.bars(script.load())
+    for kind in bars.keys() - {"machines"}:
+        for name in {row["setup"]["profile"] for row in found}:
+            of_it = script.errors([row for row in found if row["setup"]["profile"] == name])[kind]
+            assert (name in bars[kind]["machines"]) == bool(of_it), (kind, name)
+    alone = [row for row in found if row["setup"]["profile"] not in bars["machines"]["machines"]]
+    assert alone
+    assert script.errors(alone)["machines"] == []
+
+
 def test_every_row_is_in_the_page_and_every_source_in_one_set(script):
     page = script.PAGE.read_text(encoding="utf-8")
     assert all(row["id"] in page for row in rows())

@@ -47,7 +47,7 @@ class Devices:
         text = f"layout of {self.number} devices: {top.layout}, the fastest of {tried} with {top.policy} ({rest})"
         if other is not None and other.makespan_ns is not None:
             slower = format_percent(other.makespan_ns / top.makespan_ns - 1)
-            text += f"; next: {other.layout} with {other.policy}, {slower} slower"
+            text += f"; next: {other.layout} with {other.policy}, {slower} slower{search.told}"
         return text + (f"; policies were searched in {self.others + 1} layouts" if self.others else "")
 
 

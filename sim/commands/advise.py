@@ -295,14 +295,11 @@ def _print_json(found: LayoutSearch, profile: str, stopped: bool) -> None:
 
 def _print_layouts(found: LayoutSearch, node: Platform, stopped: bool) -> None:
     """The same in lines. node: the machine."""
-    from sim.report.error_bars import error_lines, ratio_error
-    from sim.units import format_percent
+    from sim.report.error_bars import error_lines
 
     print("best       ", found.best or "nothing fits")
     if found.runner_up:
-        error, on = ratio_error(layouts=True)
-        told = f" (not told from the best: the model's own error is {format_percent(error)}, {on})"
-        print("runner-up  ", f"{found.runner_up}{told if found.is_close else ''}")
+        print("runner-up  ", f"{found.runner_up}{found.told}")
     for row in found.front[1:]:
         print("less memory", row)
     if stopped:

@@ -122,6 +122,7 @@ def run(ctx: typer.Context, **options: Any) -> None:
     from sim.errors import Deadlock, Infeasible
     from sim.experiment import simulate
     from sim.outputs import check_folder, to_json, write_analyses, write_run
+    from sim.report.error_bars import STATED, statement_errors
 
     policy, out, json = options["policy"], options["out"], options["json"]
     asked = {name: analysis(name) for name in options["analysis"] or ()}
@@ -153,9 +154,11 @@ def run(ctx: typer.Context, **options: Any) -> None:
             for path in (*write_run(result, folder, about=about), *write_analyses(more, folder)):
                 say(f"wrote {path}")
     finally:  # a folder that can't be written loses nothing of what was run
-        near = result.bound.record(result.log) if result.bound else {}
+        near = dict(result.bound.record(result.log)) if result.bound else dict[str, Any]()
         if json:
-            answer(to_json({"policy": policy, **result.summary(), **near, **({"analyses": more} if more else {})}))
+            near |= {"measured_error": statement_errors(result.platform.name, STATED)}
+            near |= {"analyses": more} if more else {}
+            answer(to_json({"policy": policy, **result.summary(), **near}))
         else:
             _show(result, policy, work, more)
 
@@ -234,7 +237,8 @@ def _compare(options: dict[str, Any], command: str) -> None:
 def _present(comparison: Comparison, options: dict[str, Any], command: str, limit: int | None, folder: Any) -> None:
     """Write and print a comparison."""
     from sim.outputs import to_json, write_comparison
-    from sim.report.cells import left_out_lines
+    from sim.report.cells import left_out_lines, told_rows
+    from sim.report.error_bars import STATED, statement_errors
     from sim.report.footer import Footer
     from sim.report.table import comparison_text, print_comparison
     from sim.trace.described import workload_text
@@ -263,7 +267,8 @@ def _present(comparison: Comparison, options: dict[str, Any], command: str, limi
                 say(f"wrote {path}")
     finally:  # as for one run
         if options["json"]:
-            answer(to_json([dict(row) for row in comparison.rows]))
+            error = {"measured_error": statement_errors(platform.name, STATED)}
+            answer(to_json([row | (error if row["fits"] else {}) for row in told_rows(comparison.rows)]))
         else:
             print_comparison(comparison.rows, footer=brief)
 

@@ -14,6 +14,7 @@ from sim.explanation.parting import Parting, Step
 from sim.explanation.tried import Tried
 from sim.foreign_text import printable
 from sim.policies import label
+from sim.report.error_bars import ratio_error, statement_errors
 from sim.units import format_bytes, format_percent, format_time
 
 if TYPE_CHECKING:
@@ -63,6 +64,22 @@ class Explanation:
     other: Result | None = None
     parting: Parting | None = None
 
+    @property
+    def indistinguishable(self) -> bool | None:
+        """Whether the times of the two runs differ by no more than the model's own error; None without another run."""
+        if self.other is None:
+            return None
+        fast, slow = sorted((self.result.log.end, self.other.log.end))
+        error, _ = ratio_error(layouts=self.are_two_layouts)
+        return slow <= fast * (1 + error)
+
+    @property
+    def are_two_layouts(self) -> bool:
+        """Whether the other run is of another layout over devices."""
+        runs = (self.result, *([] if self.other is None else [self.other]))
+        first, *others = (run.log.trace.meta.get("layout") for run in runs)
+        return any(other != first for other in others)
+
     def as_dict(self) -> dict[str, Any]:
         """The explanation as plain values, for JSON."""
         return {
@@ -76,6 +93,8 @@ class Explanation:
             "untried": self.untried,
             "other": None if self.other is None else label(self.other.policy),
             "parting": None if self.parting is None else asdict(self.parting),
+            "indistinguishable": self.indistinguishable,
+            "error": statement_errors(self.result.platform.name),
             "text": self.text().splitlines(),
         }
 
@@ -159,6 +178,10 @@ def _against(found: Explanation) -> Iterator[str]:
     longer = f"{_ms(abs(ns))} {'more' if ns > 0 else 'less'}" if ns else "as fast"
     than = f"{longer}, {held}"
     yield f"Against {against} ({_ms(found.other.log.end)}): {than}"
+    if ns and found.indistinguishable:
+        error, on = ratio_error(layouts=found.are_two_layouts)
+        own = f"the model's own error of {format_percent(error)}, {on}"
+        yield f"  the times can't be told apart: they differ by no more than {own}"
     for what, parts in (("spent", apart.more), ("by phase", apart.by_phase)):
         if parts:
             yield f"  {what}: " + ", ".join(f"{part} {_signed(n)}" for part, n in parts.items())

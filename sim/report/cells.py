@@ -99,6 +99,20 @@ def standings(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> dict[str
     return found
 
 
+def told_rows(rows: Sequence[Row], model_error: float = MODEL_ERROR) -> list[dict[str, Any]]:
+    """The rows in their order; those that fit have two more keys, as in tables.
+
+    `over_fastest`: the slowdown against the fastest, as a fraction.
+    `indistinguishable`: whether it is another one than the fastest, and not told from it by the model's own error.
+    """
+    standing = standings(rows, model_error)
+    told = {
+        name: {"over_fastest": each.over, "indistinguishable": each.same and not each.is_fastest}
+        for name, each in standing.items()
+    }
+    return [{**row, **told.get(row["policy"], {})} for row in rows]
+
+
 def columns(rows: Sequence[Row], *, model_error: float = MODEL_ERROR, binary: bool = False) -> tuple[Column, ...]:
     """The columns of a comparison; a column that is empty in all rows is left out."""
     standing = standings(rows, model_error)

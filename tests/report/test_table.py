@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.hardware.profile import load_profile
-from sim.report.cells import columns, ordered, percent, standings, text_of
+from sim.report.cells import columns, ordered, percent, standings, text_of, told_rows
 from sim.report.error_bars import error_lines
 from sim.report.footer import Footer, footer_lines
 from sim.report.markdown import comparison_markdown
@@ -164,6 +164,16 @@ def test_the_error_is_the_worst_of_the_measured_pairs_unless_the_caller_sets_ano
     assert "n = " not in comparison_text(rows, model_error=0.25)
 
 
+def test_rows_as_data_have_the_verdict_of_the_table(rows):
+    told = told_rows([fitting("a", 1000, 5), fitting("b", 1050, 5), fitting("c", 1200, 5), fitting("d", 1000, 6)], 0.1)
+    assert [row["over_fastest"] for row in told] == pytest.approx([0, 0.05, 0.2, 0])
+    assert [row["indistinguishable"] for row in told] == [False, True, False, True]
+    signs = {name: "≈" in str(each) or each.ties for name, each in standings(told, 0.1).items()}
+    assert signs == {row["policy"]: row["indistinguishable"] for row in told}
+    (alone,) = [row for row in told_rows(rows) if row["fits"] is False][:1]
+    assert not {"over_fastest", "indistinguishable"} & alone.keys()
+
+
 def test_the_footer_states_the_error_of_a_ratio_and_of_a_time():
     published = json.loads((files("sim.report") / "error_bars.json").read_text(encoding="utf-8"))
     ratio, time = published["policies"], published["time"]
@@ -182,7 +192,16 @@ def test_a_machine_with_enough_published_runs_has_an_error_of_its_own():
     for name, bar in own.items():
         (line,) = error_lines([load_profile(name), load_profile(name)])
         assert f"{100 * bar['nine_tenths']:.0f} % in nine of ten (n = {bar['rows']} on {name}, " in line
-    assert " on a100" not in error_lines([load_profile("a100_80_sxm"), load_profile("h100")])[0]
+
+
+def test_of_several_machines_each_has_its_own_error_beside_that_of_all():
+    time = json.loads((files("sim.report") / "error_bars.json").read_text(encoding="utf-8"))["time"]
+    (line,) = error_lines(map(load_profile, ("a100_80_sxm", "h100", "h200")))
+    assert f"a time itself {100 * time['nine_tenths']:.0f} % in nine of ten (n = {time['rows']}, " in line
+    for name in ("a100_80_sxm", "h100"):
+        own = time["by_machine"][name]
+        assert f", on {name} {100 * own['nine_tenths']:.0f} % (n = {own['rows']}, {own['sources']} sources, " in line
+    assert "on h200" not in line
 
 
 def test_a_machine_that_no_published_run_is_of_is_told_so():
@@ -191,6 +210,24 @@ def test_a_machine_that_no_published_run_is_of_is_told_so():
     _, said = error_lines([known, unknown])
     assert "no published run of mt3000_survey" in said
     assert f"{len(unknown.assumed)} of its figures are assumed" in said
+    facts = tuple(replace(fact, standing="measured") for fact in unknown.facts)
+    calibrated = replace(unknown, name="my_machine", facts=facts)
+    first, said = error_lines([calibrated])
+    assert "on a100_80_sxm and v100_16 alone" in first
+    assert said.startswith("that error is of other machines: no published run of my_machine is among them; what ")
+
+
+def test_an_error_says_on_which_machines_it_was_measured_where_that_is_another_one():
+    published = json.loads((files("sim.report") / "error_bars.json").read_text(encoding="utf-8"))
+    *first, last = published["policies"]["machines"]
+    said = f"{published['policies']['sources']} sources, on {', '.join(first)} and {last} alone)"
+    for name in ("a100_80_sxm", "v100_16", "h100", "h200", "mt3000_survey"):
+        assert (said in error_lines([load_profile(name)])[0]) == (name not in published["policies"]["machines"])
+    assert said in error_lines([load_profile("a100_80_sxm"), load_profile("h100")])[0]
+    (line,) = error_lines([load_profile("h200")], also=["layouts", "peak"])
+    of_layouts, of_peaks = line.split("; ")[2:4]
+    assert published["layouts"]["machines"][0] in of_layouts
+    assert " alone" not in of_peaks
 
 
 def test_the_error_is_the_caller_s(rows):
@@ -239,7 +276,8 @@ def test_the_foot_says_what_the_figures_stand_on(drawn_log):
     )
     assert "not the steady state" in first[2]
     assert first[1].startswith("usable capacity ")
-    assert first[5] == "no figure of the profile is merely assumed (1 have a source)"
+    assert first[5].startswith("that error is of other machines: no published run of bench ")
+    assert first[6] == "no figure of the profile is merely assumed (1 have a source)"
 
 
 def test_the_foot_says_when_the_budget_is_more_than_the_machine_has():

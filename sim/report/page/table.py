@@ -17,6 +17,8 @@ from sim.report.verdict import verdict_lines, winners_lines
 
 Row = Mapping[str, Any]
 
+HIDDEN = ("id", "same", "rank", "indistinguishable")
+"""Keys of rows that are no columns: the page says what they say by signs and order."""
 WITHIN = ("policy", "budget", "seed", "iterations", "recompute_limit")
 """Axes along which runs stand in one picture; along any other they are of another job."""
 
@@ -55,9 +57,7 @@ def table_data(view: TableView) -> dict[str, Any]:
         row |= over
     titles, declared = columns(), known()
     names = list(dict.fromkeys([*view.labels, *titles, *(name for row in rows for name in row)]))
-    names = [
-        name for name in names if name not in ("id", "same", "rank") and any(_known(row.get(name)) for row in rows)
-    ]
+    names = [name for name in names if name not in HIDDEN and any(_known(row.get(name)) for row in rows)]
     differ = [name for name in view.labels if len({str(row.get(name)) for row in rows}) > 1]
     axes = ["policy", *(name for name in differ if name != "policy")]
     facets = [name for name in differ if name not in WITHIN and not name.startswith("policy.")]
