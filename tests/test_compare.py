@@ -244,6 +244,7 @@ def test_ctrl_c_shows_and_saves_the_rows_so_far(jobs, job, tmp_path):
     assert {row["policy"] for row in rows} <= {"keep_all", "chen"}
     assert jobs == 2 or len(rows) == 2
     saved = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert all(row.pop("measured_error") == saved["measured_error"] for row in rows)
     assert saved["rows"] == rows
     assert f"{path}:Waits" in saved["left_out"]
     assert err == f"tiersim: stopped: {len(rows)} rows so far\n"

@@ -19,7 +19,7 @@ from sim import OutOfMemory, TraceBuilder, cli, compare, load_profile, simulate
 from sim.analysis import peak_memory, roles_over_time, stalls_by_op, summarize, traffic
 from sim.pages import run_view
 from sim.report.colours import ROLE_COLOURS, WHY_COLOURS
-from sim.report.error_bars import error_lines
+from sim.report.error_bars import error_bar, error_lines
 from sim.report.footer import Footer, footer_lines
 from sim.report.page import RunView, TableView, write_run_page, write_table_page
 from sim.report.page.document import SCRIPTS, pack
@@ -356,6 +356,21 @@ def test_the_fastest_is_that_of_the_same_job(tmp_path):
 
 
 # ---- the command ---------------------------------------------------------------------------------
+
+
+def test_a_page_of_several_machines_states_the_error_of_each_that_has_its_own():
+    machines = [load_profile(name) for name in ("a100_80_sxm", "h100")]
+    rows = [
+        {"id": p.name, "policy": "keep_all", "profile": p.name, "fits": True, "makespan_ns": 10, "peak_bytes": 5}
+        | {"over_fastest": 0.0, "indistinguishable": True}
+        for p in machines
+    ]
+    found = table_data(TableView("a study", ("policy", "profile"), rows, platforms=machines))
+    (line,) = [note for note in found["notes"] if note.startswith("error, ")]
+    for name in ("a100_80_sxm", "h100"):
+        own = error_bar("time").by_machine[name]
+        assert f", on {name} {100 * own.nine_tenths:.0f} % (n = {own.rows}, " in line
+    assert "indistinguishable" not in found["values"]
 
 
 def test_of_equally_fast_policies_the_verdict_and_the_map_name_the_same():
