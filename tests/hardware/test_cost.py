@@ -61,6 +61,19 @@ def test_a_measured_duration_is_all_of_the_time():
     assert times(machine(launch=500), {"flops": 10**9, "bytes": 10**6, "duration": 7}) == [7]
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "shape", "calls"),
+    [("adamw_loop", (4, 4), 8), ("adafactor", (4, 4), 18), ("adafactor", (4,), 9), ("adamw_fused", (4, 4), 1)],
+)
+def test_an_optimizer_in_a_loop_launches_each_of_its_kernels_once(optimizer, shape, calls):
+    """`_single_tensor_adam` calls mul_, lerp_, mul_, addcmul_, sqrt, div, add_ and addcdiv_ for each parameter."""
+    b = TraceBuilder({"optimizer": optimizer})
+    w = b.tensor("w", 64, "weight", shape=shape)
+    new = b.tensor("new", 64, "weight", shape=shape, replaces=w)
+    b.op("optimizer.w", "optimizer", reads=[w], writes=[new], phase="update", bytes=1000)
+    assert op_times(b.build(), machine(launch=500)).total.tolist() == [calls * 500 + 1000]
+
+
 def test_an_op_on_another_engine_is_priced_there():
     p = machine(cpu=True)
     assert times(p, {"engine": "cpu", "bytes": 1000, "kind": "optimizer"}) == [10_000]

@@ -86,6 +86,72 @@ def test_groups_run_in_the_order_in_which_they_begin() -> None:
     assert [op.name for op in fuse(b.build(), [[1, 2], [0, 3]]).ops] == ["a1", "b1"]
 
 
+def test_a_kernel_touches_no_more_than_its_ops_did() -> None:
+    """A loss picks one logit per row of 16: what follows it in its kernel adds no other."""
+    b = TraceBuilder()
+    logits, picked, scaled = b.tensor("logits", 256, "input"), b.tensor("picked", 16), b.tensor("scaled", 16)
+    b.op("pick", "loss", reads=[logits], writes=[picked], bytes=32)
+    b.op("scale", "elementwise", reads=[picked], writes=[scaled])
+    (op,) = fuse(b.build(outputs=[scaled]), [[0, 1]], streams=True).ops
+    assert op.bytes == 32 + 32
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_kernel_draws_random_numbers_where_one_of_its_ops_does(place: int) -> None:
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 8, "input"), b.tensor("y", 8), b.tensor("z", 8)
+    b.op("first", "elementwise", reads=[x], writes=[y], random=place == 0)
+    b.op("second", "elementwise", reads=[y], writes=[z], random=place == 1)
+    (op,) = fuse(b.build(outputs=[z]), [[0, 1]], streams=True).ops
+    assert op.random
+
+
+def test_a_product_keeps_its_type_whatever_its_epilogue_computes_in() -> None:
+    """Tensor cores multiply bf16 and add in fp32; `wgrad_gemm_accum_fp32` takes no longer than a product in bf16."""
+    b = TraceBuilder()
+    x, g = b.tensor("x", 8, "input", dtype="bf16"), b.tensor("g", 8, dtype="bf16")
+    main = b.tensor("main", 16, "gradient", dtype="fp32")
+    added = b.tensor("added", 16, "gradient", dtype="fp32", replaces=main)
+    b.op("product", "matmul", reads=[x], writes=[g], flops=64, dtype="bf16")
+    b.op("add", "elementwise", reads=[g, main], writes=[added], flops=4, dtype="fp32")
+    (op,) = fuse(b.build(outputs=[added]), [[0, 1]], streams=True).ops
+    assert (op.kind, op.dtype, op.flops) == ("matmul", "bf16", 68)
+
+
+@pytest.mark.parametrize(("flops", "expected"), [(4, "bf16"), (0, "fp32")])
+def test_what_only_moves_bytes_has_no_say_in_the_type_of_a_kernel(flops: int, expected: str) -> None:
+    """A cast to fp32 computes nothing: where another op does, its type is the kernel's."""
+    b = TraceBuilder()
+    x, y, z = b.tensor("x", 8, "input"), b.tensor("y", 16), b.tensor("z", 16)
+    b.op("cast", "copy", reads=[x], writes=[y], dtype="fp32")
+    b.op("scale", "elementwise", reads=[y], writes=[z], flops=flops, dtype="bf16")
+    (op,) = fuse(b.build(outputs=[z]), [[0, 1]], streams=True).ops
+    assert op.dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("ways", "kept", "expected"),
+    [
+        ((("batch",), ("batch",)), (1,), ("batch",)),
+        ((("batch",), ("batch_sum",)), (0, 1), ("batch",)),  # rows are written beside the sum
+        ((("batch",), ("batch_sum",)), (1,), ("batch_sum",)),  # the rows stay in the kernel
+        ((("batch_sum",), ("batch_sum",)), (0, 1), ("batch_sum",)),
+        ((("batch",), ("batch_own",)), (1,), ("batch_own",)),
+        ((("batch",), ()), (1,), ()),
+        ((("heads", "rows"), ("rows",)), (1,), ("rows",)),
+        ((("batch",), ("rows",)), (1,), ()),
+    ],
+    ids=str,
+)
+def test_a_kernel_is_split_as_all_its_ops_may_be(ways: tuple, kept: tuple, expected: tuple) -> None:
+    b = TraceBuilder()
+    x, *made = b.tensor("x", 8, "input"), b.tensor("y", 8), b.tensor("z", 8)
+    for i, splits in enumerate(ways):
+        b.op(f"op{i}", "elementwise", reads=[(x, *made)[i]], writes=[made[i]], splits=splits)
+    (op,) = fuse(b.build(outputs=[made[i] for i in kept]), [[0, 1]], streams=True).ops
+    assert op.splits == expected
+
+
 def test_a_false_claim_to_be_fused_is_found() -> None:
     trace = adam()
     fused = fuse(trace, [[0, 1, 2]])
