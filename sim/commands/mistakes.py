@@ -199,13 +199,13 @@ def _names(param: Any) -> Iterator[str]:
 
 
 def _value(param: Any, context: Any) -> str:
-    """What was typed for an option, "" for nothing."""
-    words = context.meta[TYPED]
+    """What was typed for an option, the last of several values, "" for nothing."""
+    words, found = context.meta[TYPED], ""
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in param.opts:
-            return str(value if equals else "".join(words[i + 1 : i + 2]))
-    return ""
+            found = str(value if equals else "".join(words[i + 1 : i + 2]))
+    return found
 
 
 # ---- options that there are not ------------------------------------------------------------------

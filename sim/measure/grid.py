@@ -29,7 +29,7 @@ from typing import Any
 
 from sim.analysis.peak_memory import peaks_by_phase
 from sim.deprecation import told_on_stderr
-from sim.errors import OutOfMemory, TiersimError
+from sim.errors import OutOfMemory, TiersimError, closest
 from sim.experiment import simulate, unlimited
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
@@ -205,7 +205,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="total time in seconds")
     given = parser.parse_args(arguments)
     if not 0 < given.seconds < inf:
-        raise TiersimError(f"--seconds {given.seconds:g}: expected a finite number above 0; nearest: {SECONDS:g}")
+        raise TiersimError(f"--seconds {given.seconds:g}: expected a finite number above 0{closest(given.seconds, 1)}")
     check_name(given.out if given.profile_from else f"{given.out}.toml")
     if given.profile:
         load_profile(given.profile)

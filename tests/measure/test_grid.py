@@ -155,7 +155,7 @@ def test_copies_are_timed_by_events_one_way_at_a_time_or_both(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["-o", "mine", "--seconds", "-1"], "nearest: 570"),
+        (["-o", "mine", "--seconds", "-1"], "nearest: 1"),
         (["-o", "mine", "--seconds", "nan"], "expected a finite number above 0"),
         (["-o", "no/such/mine"], "there is no folder"),
         (["-o", "mine", "--profile", "a10O"], "a10O"),
