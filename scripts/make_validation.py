@@ -477,12 +477,32 @@ def _cases(cases: Mapping[str, list[Row]]) -> str:
     )
 
 
+def grid_rows(arguments: Sequence[str]) -> dict[str, Any]:
+    """What the file after --cuda holds. Raises ValueError naming the file unless the grid has written it."""
+    following = arguments[arguments.index("--cuda") + 1 :]
+    if not following:
+        raise ValueError("--cuda: expected the file that `python -m sim.measure.grid` wrote")
+    try:
+        found = json.loads(Path(following[0]).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{following[0]}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(f"{following[0]}: is not JSON") from None
+    if not isinstance(found, dict) or not {"machine", "rows"} <= found.keys():
+        raise ValueError(f"{following[0]}: is not what `python -m sim.measure.grid` writes: it needs machine and rows")
+    return {key: found[key] for key in ("machine", "rows")}
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Write, or with --check compare."""
+    """Write, or with --check compare. Returns the exit status: 2, and a line on standard error, for a wrong file."""
     if "--measure" in arguments:
         DATA.write_text(dump(measure(load())), encoding="utf-8")
     if "--cuda" in arguments:
-        rows = json.loads(Path(arguments[arguments.index("--cuda") + 1]).read_text(encoding="utf-8"))
+        try:
+            rows = grid_rows(arguments)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         DATA.write_text(dump({**load(), "cuda": rows}), encoding="utf-8")
     text = page(load())
     if "--check" in arguments:

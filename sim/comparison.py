@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sim.arguments import explained
 from sim.engine.replay import RECOMPUTE_LIMIT
-from sim.errors import TiersimError
-from sim.experiment import Result, budget_of, check_replay, check_trace, to_platform
+from sim.errors import TiersimError, closest
+from sim.experiment import Result, budget_of, check_iterations, check_replay, check_trace, to_platform
 from sim.hardware.platform import Platform
 from sim.layout import Layout, lay_out
 from sim.least_time import LowerBound, lower_bound
@@ -204,13 +204,15 @@ def compare(
     most_actions: how many actions its plan may have, None for 10,000 and 50 per op.
     views: whether other processes also prepare what report pages show of each run, as saving the comparison needs it.
 
-    Raises PolicyError for an unknown name or parameter, TiersimError for fewer than one process or a wrong seed or
-    limit, before anything runs; Interrupted on Ctrl-C, with the rows so far.
+    Raises PolicyError for an unknown name or parameter, or a wrong number of iterations, TiersimError for fewer than
+    one process or a wrong seed or limit, before anything runs; Interrupted on Ctrl-C, with the rows so far.
     """
     check_trace(trace)
     check_replay(seed, recompute_limit)
+    if iterations is not None:
+        check_iterations(iterations)
     if jobs is not None and jobs < 1:
-        raise TiersimError(f"jobs: value {jobs}: expected at least 1")
+        raise TiersimError(f"jobs: value {jobs}: expected at least 1{closest(jobs, 1)}")
     trace, machine = (trace, to_platform(platform)) if parallel is None else lay_out(trace, platform, parallel)
     budget = None if budget is None else budget_of(budget, trace, machine)
     setting = Setting(

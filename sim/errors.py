@@ -20,6 +20,7 @@ The last three are answers rather than mistakes: `simulate` raises them, `compar
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -208,7 +209,44 @@ def near(wrong: str, valid: Iterable[str], order: Callable[[str], Any] | None = 
     if not choices:
         return ""
     shown = ", ".join(repr(choice) for choice in choices[:8])
-    return f" (valid: {shown}{', …' if len(choices) > 8 else ''})"
+    if len(choices) > 8:
+        return f" (valid: {shown}, …)"
+    alike = difflib.get_close_matches(
+        wrong[:LONGEST].casefold(), choices, n=1, cutoff=0.6
+    )  # another number counts here
+    return f" (valid: {shown}{f'; nearest: {alike[0]!r}' if alike else ''})"
+
+
+def closest(value: object, least: float, most: float = math.inf, *, whole: bool = True) -> str:
+    """A hint to append to a message about a number: the nearest valid one, "" where the value is not a finite number.
+
+    value: what was given; text may be a number, too.
+    least, most: of valid numbers.
+    whole: whether these are whole.
+
+    >>> closest(0, 1)
+    '; nearest: 1'
+    >>> closest("1024.5", 1), closest(1.5, 0, 0.99, whole=False), closest("much", 1)
+    ('; nearest: 1024', '; nearest: 0.99', '')
+    """
+    try:
+        number = min(max(float(value), least), most)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return ""
+    if isinstance(value, bool) or not math.isfinite(number):
+        return ""
+    return f"; nearest: {round(number) if whole else f'{number:g}'}"
+
+
+def closest_divisor(value: int, count: int) -> str:
+    """A hint to append to a message about a number that does not divide a count: the nearest that does.
+
+    >>> closest_divisor(3, 4)
+    '; nearest: 2'
+    """
+    start = min(value, count)
+    found = next(n for away in range(count) for n in (start - away, start + away) if n > 0 and count % n == 0)
+    return f"; nearest: {found}"
 
 
 NEAREST = 3
@@ -261,6 +299,8 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "j": ("jobs",),
     "v": ("version",),
     **dict.fromkeys(("dtype", "amp"), ("precision",)),
+    **dict.fromkeys(("gif", "jpg", "jpeg", "bmp", "tiff", "webp"), ("png",)),
+    **dict.fromkeys(("eps", "ps"), ("pdf",)),
 }
 """What other tools call things, and what they are called here; it counts where such a name is among the valid ones."""
 

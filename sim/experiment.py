@@ -28,6 +28,7 @@ from sim.errors import (
     ProfileError,
     TiersimError,
     TraceError,
+    closest,
     refusal_record,
 )
 from sim.hardware.cost import slow_operand_ns
@@ -286,11 +287,20 @@ def _traces(trace: Trace | Sequence[Trace]) -> list[Trace]:
 def check_replay(seed: Any, recompute_limit: Any) -> None:
     """Raise TiersimError unless the seed is a whole number, and the limit a number or None, each at least 0."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
-        raise TiersimError(f"seed: value {seed!r}: expected a whole number of at least 0")
+        raise TiersimError(f"seed: value {seed!r}: expected a whole number of at least 0{closest(seed, 0)}")
     is_number = isinstance(recompute_limit, Real) and not isinstance(recompute_limit, bool)
     if recompute_limit is not None and not (is_number and recompute_limit >= 0):
         said = f"recompute_limit: value {recompute_limit!r}"
-        raise TiersimError(f"{said}: expected a number of at least 0, or None for no limit")
+        hint = closest(recompute_limit, 0, whole=False)
+        raise TiersimError(f"{said}: expected a number of at least 0, or None for no limit{hint}")
+
+
+def check_iterations(count: int) -> None:
+    """Raise PolicyError for fewer than one iteration, or more than `MOST_ITERATIONS`."""
+    if count < 1:
+        raise PolicyError(f"iterations must be at least 1, not {count}{closest(count, 1)}")
+    if count > MOST_ITERATIONS:
+        raise PolicyError(f"iterations must be at most {MOST_ITERATIONS:,}{closest(count, 1, MOST_ITERATIONS)}")
 
 
 WITHOUT_HOST = (
@@ -513,10 +523,7 @@ def simulate(
     if "gradients" in chosen.manages and any(each.meta.get("gradient_buffer") for each in traces):
         raise PolicyError(f"{name}: manages gradients, and gradient_buffer keeps them in buffers on the device")
     count = iterations if iterations is not None else max(len(traces), chosen.warm_up + 1)
-    if count < 1:
-        raise PolicyError(f"iterations must be at least 1, not {count}")
-    if count > MOST_ITERATIONS:
-        raise PolicyError(f"iterations must be at most {MOST_ITERATIONS:,}")
+    check_iterations(count)
     limited = machine if budget is None else machine.with_budget(budget_of(budget, traces[0], machine))
     history: tuple[Run, ...] = ()
     plan_s = 0.0

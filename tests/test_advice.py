@@ -960,9 +960,9 @@ def test_a_trace_is_advised_on_as_it_is(config):
     ("asked", "word"),
     [
         ({"goal": "thruput"}, "did you mean 'throughput'"),
-        ({"seconds": 0}, "seconds: value 0"),
+        ({"seconds": 0}, "seconds: value 0: expected a finite number above 0; nearest: 1"),
         ({"seconds": float("nan")}, "seconds: value nan"),
-        ({"jobs": 0}, "jobs: value 0: expected at least 1"),
+        ({"jobs": 0}, "jobs: value 0: expected at least 1; nearest: 1"),
         ({"goal": "batch", "batch": 2}, "goal 'batch'"),
         ({"sequnce": 4}, "did you mean 'sequence'"),
         ({"policies": ["swapall"]}, "did you mean 'swap_all'"),
@@ -1216,3 +1216,11 @@ def test_ctrl_c_keeps_what_was_found(command, form, config, tmp_path):
     assert re.search(first.replace(",", "|"), out)
     if command[0] == "advise":
         assert found["stopped"] if found else "so far: the search was stopped" in out
+
+
+@pytest.mark.parametrize(("precision", "said"), [("bf16", True), ("fp16", False)])
+def test_a_type_without_a_peak_is_said_to_be_priced_as_another(precision, said):
+    advice = advise(
+        "gpt2", "v100_16", batch=1, sequence=16, precision=precision, seconds=60, jobs=1, policies=["keep_all"]
+    )
+    assert ("no bf16 peak in this profile: priced as fp16" in advice.text().splitlines()) == said

@@ -349,7 +349,7 @@ def test_figures_are_drawn_on_request_alone(job, capsys, tmp_path):
     assert tiersim(*words, "-o", tmp_path / "drawn", "--figures", "svg", capsys=capsys)[0] == 0
     assert (tmp_path / "drawn" / "comparison.svg").read_text().startswith("<?xml")
     code, _, err = tiersim(*words, "-o", tmp_path / "drawn", "--figures", "gif", capsys=capsys)
-    assert (code, err) == (2, "tiersim: Invalid value: --figures 'gif': expected png, svg, pdf\n")
+    assert (code, err) == (2, "tiersim: Invalid value: --figures 'gif': expected png, svg, pdf; nearest: png\n")
     code, _, err = tiersim(*words, "--figures", capsys=capsys)
     assert (code, err) == (2, "tiersim: Invalid value: --figures: name their folder: -o DIR\n")
 

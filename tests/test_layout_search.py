@@ -473,3 +473,15 @@ def test_a_search_on_the_command_line(capsys, tmp_path) -> None:
     assert "left out by an estimate" in out
     assert ("not told from the best" in out) == found["indistinguishable"]
     assert "the ratio of two layouts' times 15 % in nine of ten" in out
+
+
+def test_a_search_says_in_which_type_a_machine_without_a_peak_is_priced(capsys, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = ["search", "--profile", "v100_16", "--model", tmp_path / "config.json", "--seq", "16", "--devices", "2"]
+    words += ["--global-batch", "2", "--policies", "keep_all", "--most", "1", "--precision"]
+    for precision, priced in (("bf16", "bf16 as fp16"), ("fp16", None)):
+        assert json.loads(tiersim(*words, precision, "--json", capsys=capsys)[1])["priced_as"] == priced
+        said = (
+            "no bf16 peak in this profile: priced as fp16" in tiersim(*words, precision, capsys=capsys)[1].splitlines()
+        )
+        assert said == (priced is not None)

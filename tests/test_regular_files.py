@@ -63,7 +63,7 @@ def test_the_sum_of_a_file_is_that_of_all_its_bytes(tmp_path):
 def written():
     """What writes a file as a whole, by renaming another to its path."""
     from sim.hardware.profile import profile_text
-    from sim.measure.calibrate import _write
+    from sim.measure.calibrate import write_profile
     from sim.measure.grid import write
     from sim.report.files import write_aside
     from sim.trace import TraceBuilder
@@ -75,7 +75,7 @@ def written():
         "a page": lambda path: write_aside(path, lambda file: None),
         "a trace": lambda path: save(trace, path),
         "a trace for other tools": lambda path: _save(path, b""),
-        "a profile": lambda path: _write(path, profile_text("p100")),
+        "a profile": lambda path: write_profile(path, profile_text("p100")),
         "a grid": lambda path: write(path, "p100", []),
     }
 

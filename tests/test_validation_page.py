@@ -80,3 +80,21 @@ def test_what_a_cuda_device_gave_replaces_what_was_not_run(script, figures):
 
 def test_later_cases_are_what_is_simulated_now(script, figures):
     assert script.more_rows() == figures["more"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "needs machine and rows")]
+)
+def test_a_wrong_file_of_the_grid_is_named_in_one_line(script, text, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(script, "DATA", tmp_path / "data.json")
+    monkeypatch.setattr(script, "PAGE", tmp_path / "page.md")
+    path = tmp_path / "grid.json"
+    if text is not None:
+        path.write_text(text)
+    assert script.main(["--cuda", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert words in said
+    assert said.count("\n") == 1
+    assert script.main(["--cuda"]) == 2
+    assert not (tmp_path / "data.json").exists()

@@ -42,7 +42,7 @@ from typing import Any, Protocol
 
 from sim.arguments import explained
 from sim.collecting import uncollected
-from sim.errors import TiersimError, WorkloadError, near
+from sim.errors import TiersimError, WorkloadError, closest, near
 from sim.trace.chain import RECOMPUTED
 from sim.trace.graph import Trace
 from workloads.capturing.autocast import cuda_autocast
@@ -317,7 +317,7 @@ def _check_options(kernels: str, numbers: Mapping[str, tuple[Any, int]]) -> None
         raise WorkloadError(f"kernels {kernels!r} is unknown{near(str(kernels), CHOICES)}")
     for option, (value, least) in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise WorkloadError(f"{option}: needs an integer of at least {least}, has {value!r}")
+            raise WorkloadError(f"{option}: needs an integer of at least {least}, has {value!r}{closest(value, least)}")
 
 
 def _facts(recording: Recording, kernels: str) -> dict[str, Any]:

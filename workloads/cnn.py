@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from sim.arguments import explained
-from sim.errors import WorkloadError, near
+from sim.errors import WorkloadError, closest, closest_divisor, near
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from workloads.backward import backward
@@ -81,15 +82,9 @@ def cnn(
     net, types = NETS[name], _types(precision)
     check_optimizer(optimizer)
     image = net.image if image is None else image
-    numbers = {"batch": batch, "image": image, "classes": classes, "micro_batches": micro_batches}
-    for argument, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise WorkloadError(f"{argument}: needs an integer of at least 1, has {value!r}")
-    if batch % micro_batches:
-        raise WorkloadError(f"micro_batches: {micro_batches} does not divide batch {batch}")
     probability = net.dropout if dropout is None else dropout
-    if isinstance(probability, bool) or not isinstance(probability, (int, float)) or not 0 <= probability < 1:
-        raise WorkloadError(f"dropout: needs a number from 0 up to 1, has {probability!r}")
+    numbers = {"batch": batch, "image": image, "classes": classes, "micro_batches": micro_batches}
+    _check_numbers(numbers, batch, micro_batches, probability)
     builder = TraceBuilder()
     tape = ImageTape(builder, types).open(inplace_relu=inplace_relu, kernels=kernels)
     samples, layers = batch // micro_batches, 0
@@ -136,6 +131,19 @@ def cnn(
         meta={**trace.meta, "model_flops": products},
     )
     return as_workload(built if zeros is None else with_zeros(built, zeros), stack)
+
+
+def _check_numbers(counts: Mapping[str, object], batch: int, micro_batches: int, probability: object) -> None:
+    """Raise WorkloadError for a count, or a probability of dropout, that cannot be one, naming the nearest that can."""
+    for argument, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise WorkloadError(f"{argument}: needs an integer of at least 1, has {value!r}{closest(value, 1)}")
+    if batch % micro_batches:
+        hint = closest_divisor(micro_batches, batch)
+        raise WorkloadError(f"micro_batches: {micro_batches} does not divide batch {batch}{hint}")
+    if isinstance(probability, bool) or not isinstance(probability, (int, float)) or not 0 <= probability < 1:
+        hint = closest(probability, 0, 0.99, whole=False)
+        raise WorkloadError(f"dropout: needs a number from 0 up to 1, has {probability!r}{hint}")
 
 
 def _types(precision: str) -> Precision:

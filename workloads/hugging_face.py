@@ -19,7 +19,7 @@ from io import StringIO
 from types import MethodType
 from typing import Any
 
-from sim.errors import WorkloadError, near
+from sim.errors import WorkloadError, closest, near
 from sim.trace.graph import Trace
 from workloads.capture import capture, with_facts
 from workloads.capturing.selections import Selected
@@ -313,7 +313,8 @@ def _check_positions(model: Any, kind: str, sequence: int, where: str) -> None:
         if isinstance(part, embedding) and ("embed_pos" in last or "position_emb" in last or last == "wpe"):
             count = part.num_embeddings
             if "vision" not in path and sequence > count:
-                raise WorkloadError(f"{where}: sequence: {sequence} is longer than the {count} positions of {path!r}")
+                longer = f"{where}: sequence: {sequence} is longer than the {count} positions of {path!r}"
+                raise WorkloadError(f"{longer}{closest(sequence, 1, count)}")
 
 
 def _inputs(config: Any, kind: str, batch: int, sequence: int, where: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from sim.arguments import explained
 from sim.cache import cache_folder
-from sim.errors import TiersimError, WorkloadError
+from sim.errors import TiersimError, WorkloadError, closest_divisor
 from sim.trace.graph import Trace
 from sim.trace.io import load, save
 from workloads.capturing.selections import Selected, Selections
@@ -137,7 +137,7 @@ def _of_library(model: Any, axes: Mapping[str, Any], refused: NotBuiltIn) -> Tra
     taken["frozen"] = tuple(frozen.split(",")) if isinstance(frozen, str) else tuple(frozen)
     batch, parts = taken.get("batch", 1), taken.get("micro_batches", 1)
     if batch % parts:
-        raise WorkloadError(f"micro_batches: {parts} does not divide batch {batch}")
+        raise WorkloadError(f"micro_batches: {parts} does not divide batch {batch}{closest_divisor(parts, batch)}")
     facts = [FORMAT, dict(values), name, taken, libraries]
     try:
         trace = kept(facts, lambda: hugging_face(values, name, where, **taken))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from sim.arguments import explained
-from sim.errors import TraceError, WorkloadError, near
+from sim.errors import TraceError, WorkloadError, closest, closest_divisor, near
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
 from sim.trace.tensor import TOKENS
@@ -115,9 +115,12 @@ def transformer(
     batch, sequence = _count("batch", batch), _count("sequence", sequence)
     micro_batches = _count("micro_batches", micro_batches)
     if batch % micro_batches:
-        raise WorkloadError(f"micro_batches: {micro_batches} does not divide batch {batch}")
+        raise WorkloadError(
+            f"micro_batches: {micro_batches} does not divide batch {batch}{closest_divisor(micro_batches, batch)}"
+        )
     if c.learned and sequence > c.positions:
-        raise WorkloadError(f"sequence: {sequence} is longer than the {c.positions} positions of {c.name!r}")
+        longer = f"sequence: {sequence} is longer than the {c.positions} positions of {c.name!r}"
+        raise WorkloadError(f"{longer}{closest(sequence, 1, c.positions)}")
     if c.window and sequence > c.window and (attention not in FLASH or generate is not None):
         raise NotBuiltIn(
             f"sequence: {sequence} is longer than the sliding window of {c.window} tokens of {c.name!r}, which is "
@@ -179,14 +182,16 @@ def _check_eight_bits(precision: Precision, generates: bool) -> None:
 def _count(argument: str, value: object) -> int:
     """A positive integer, NumPy's included. Raises WorkloadError."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 1:
-        raise WorkloadError(f"{argument}: needs an integer of at least 1, has {value!r}")
+        raise WorkloadError(f"{argument}: needs an integer of at least 1, has {value!r}{closest(value, 1)}")
     return index(value)
 
 
 def _probability(argument: str, value: float) -> float:
     """A number from 0 up to 1. Raises WorkloadError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise WorkloadError(f"{argument}: needs a number from 0 up to 1, has {value!r}")
+        raise WorkloadError(
+            f"{argument}: needs a number from 0 up to 1, has {value!r}{closest(value, 0, 0.99, whole=False)}"
+        )
     return value
 
 

@@ -30,7 +30,7 @@ from sim.advice.reasons import Change, Flip, changes, flips
 from sim.advice.state import State, state_of
 from sim.advice.trials import BOUND, EQUAL, OnRow, Row, Trials, best, fits, micro_batches, speed, way
 from sim.arguments import explained
-from sim.errors import TiersimError
+from sim.errors import TiersimError, closest
 from sim.layout_search import Found
 from sim.policies import load
 from sim.trace.graph import Trace
@@ -91,9 +91,9 @@ def advise(
     Interrupted on Ctrl-C, with the answer so far, where some run fits.
     """
     if not 0 < seconds < float("inf"):
-        raise TiersimError(f"seconds: value {seconds:g}: expected a finite number above 0")
+        raise TiersimError(f"seconds: value {seconds:g}: expected a finite number above 0{closest(seconds, 1)}")
     if jobs is not None and jobs < 1:
-        raise TiersimError(f"jobs: value {jobs}: expected at least 1")
+        raise TiersimError(f"jobs: value {jobs}: expected at least 1{closest(jobs, 1)}")
     if callable(workload) and (batch is not None or goal == "memory"):
         workload, batch = workload(1 if batch is None else batch), None
     fixed = isinstance(workload, Trace) or batch is not None or goal == "memory"
@@ -102,7 +102,7 @@ def advise(
             "goal 'batch': expected a model by name, or a function of the batch, and no batch: the search chooses it"
         )
     if devices < 1:
-        raise TiersimError(f"devices: value {devices}: expected at least 1")
+        raise TiersimError(f"devices: value {devices}: expected at least 1{closest(devices, 1)}")
     for each in policies or ():
         load(each)
     if devices > 1 and (goal != "throughput" or not fixed):

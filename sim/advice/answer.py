@@ -15,6 +15,7 @@ from sim.advice.trials import SHARE, Row, best, effort, fits, micro_batches, spe
 from sim.analysis.pareto import pareto
 from sim.policies import load
 from sim.report.error_bars import error_lines, policies_error, ratio_error, statement_errors
+from sim.report.footer import priced_lines
 from sim.report.verdict import difference, does
 from sim.search import most_tried
 from sim.units import format_bytes, format_percent, format_time
@@ -432,6 +433,8 @@ def _end(advice: Advice) -> Iterator[str]:
     budget, usable = advice.question.budget, advice.question.platform.home(0).capacity
     if budget is not None and budget > usable:
         yield f"the budget of {_gb(budget)} exceeds this machine: what takes more than {_gb(usable)} does not fit on it"
+    if advice.best is not None and advice.best.get("priced_as"):
+        yield from priced_lines(*advice.best["priced_as"].split(" as "))
     if advice.question.steps:
         yield "the batch was not divided into micro-batches: only the function that makes a step knows what one is"
     if advice.best is not None or advice.changes:

@@ -231,6 +231,7 @@ def search(ctx: typer.Context, **options: Any) -> None:
 
     The fastest that fits so many devices, the runner-up, and the Pareto front.
     """
+    from sim.analysis.stand_in import stand_in
     from sim.hardware.profile import load_profile
     from sim.layout_search import SEARCHED, LayoutSearch, search_layouts
     from workloads.stacks import after_division
@@ -253,9 +254,10 @@ def search(ctx: typer.Context, **options: Any) -> None:
         rows.append(row)
         say(str(row))
 
+    work, node = workload(given), load_profile(options["profile"], overrides=figures)
     try:
         found = search_layouts(
-            workload(given),
+            work,
             options["profile"],
             options["devices"],
             names_of(options["policies"]) or [],
@@ -272,15 +274,19 @@ def search(ctx: typer.Context, **options: Any) -> None:
             raise
         found, stopped = LayoutSearch(tuple(rows), 0, 0), True
     if options["json"]:
-        _print_json(found, options["profile"], stopped)
+        _print_json(found, options["profile"], stopped, stand_in(work, node))
     else:
-        _print_layouts(found, load_profile(options["profile"], overrides=figures), stopped)
+        _print_layouts(found, node, stopped, stand_in(work, node))
     if found.best is None:
         raise typer.Exit(1)
 
 
-def _print_json(found: LayoutSearch, profile: str, stopped: bool) -> None:
-    """What a search has found, as JSON. stopped: whether Ctrl-C ended it."""
+def _print_json(found: LayoutSearch, profile: str, stopped: bool, priced: tuple[str, str]) -> None:
+    """What a search has found, as JSON.
+
+    stopped: whether Ctrl-C ended it.
+    priced: see `sim.analysis.stand_in`.
+    """
     from sim.outputs import to_json
     from sim.report.error_bars import statement_errors
 
@@ -288,14 +294,16 @@ def _print_json(found: LayoutSearch, profile: str, stopped: bool) -> None:
     values: dict[str, Any] = {key: row.as_dict() if row else None for key, row in chosen.items()}
     values |= {"front": [row.as_dict() for row in found.front], "rows": [row.as_dict() for row in found.rows]}
     values |= {"cannot_fit": found.cannot_fit, "left_out": found.left_out, "stopped": stopped}
+    values["priced_as"] = " as ".join(priced) if priced[0] != priced[1] else None
     answer(to_json({**values, "indistinguishable": found.is_close, "error": statement_errors(profile)}))
     if stopped:
         _say_stopped(len(found.rows), "runs")
 
 
-def _print_layouts(found: LayoutSearch, node: Platform, stopped: bool) -> None:
+def _print_layouts(found: LayoutSearch, node: Platform, stopped: bool, priced: tuple[str, str]) -> None:
     """The same in lines. node: the machine."""
     from sim.report.error_bars import error_lines
+    from sim.report.footer import priced_lines
 
     print("best       ", found.best or "nothing fits")
     if found.runner_up:
@@ -308,6 +316,8 @@ def _print_layouts(found: LayoutSearch, node: Platform, stopped: bool) -> None:
         f"{len(found.rows)} runs; {found.cannot_fit} layouts cannot hold their training state; "
         f"{found.left_out} left out by an estimate of their time (--most)"
     )
+    for line in priced_lines(*priced):
+        print(line)
     if found.best is not None:
         for line in error_lines([node], also=["layouts", "peak"]):
             print(line)

@@ -49,7 +49,7 @@ def explained(error: typer.TyperException) -> str:
     if hint := _in_parts(context):
         return hint
     if missing is None and not said.startswith("Got unexpected extra argument"):
-        return said
+        return said + _nearest_number(getattr(error, "param", None), context)
     if missing is not None and getattr(missing, "help", None):
         said = f"{said.removesuffix('.')}: {filled(missing.help)}"
     stray = _stray(context)
@@ -145,6 +145,21 @@ def _takes_number(param: Any, context: Any) -> bool:
         return False
 
 
+def _nearest_number(param: Any, context: Any) -> str:
+    """The end of a message about the value of an option that takes a number: the nearest one that it takes."""
+    from sim.errors import closest
+
+    if param is None:
+        return ""
+    least = param.min if getattr(param, "min", None) is not None else 1
+    try:
+        taken = param.process_value(context, str(least))
+    except typer.BadParameter:
+        return ""
+    value = _value(param, context)
+    return closest(value, least, whole=isinstance(taken, int)) if type(taken) in (int, float) else ""
+
+
 def _too_many(stray: list[str], context: Any) -> str:
     """What to do about words that a command has no place for; "" where that is not known."""
     arguments = [param.name for param in context.command.params if param.param_type_name == "argument"]
@@ -184,13 +199,13 @@ def _names(param: Any) -> Iterator[str]:
 
 
 def _value(param: Any, context: Any) -> str:
-    """What was typed for an option, "" for nothing."""
-    words = context.meta[TYPED]
+    """What was typed for an option, the last of several values, "" for nothing."""
+    words, found = context.meta[TYPED], ""
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in param.opts:
-            return str(value if equals else "".join(words[i + 1 : i + 2]))
-    return ""
+            found = str(value if equals else "".join(words[i + 1 : i + 2]))
+    return found
 
 
 # ---- options that there are not ------------------------------------------------------------------

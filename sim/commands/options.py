@@ -338,12 +338,20 @@ TRUST = Option(
 Json, Jobs, Trusting = JSON.type, JOBS.type, TRUST.type
 
 
+BY_ITSELF = ("balanced", "dapple")
+"""What finds the layers of stages by itself."""
+
+
 def _numbers(key: str, text: str) -> tuple[int, ...]:
     """Whole numbers with commas between them."""
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"--{key} {text!r}: expected numbers such as 3,3,2, balanced or dapple") from None
+        from sim.errors import nearest
+
+        wanted = f"expected numbers such as 3,3,2, {' or '.join(BY_ITSELF)}"
+        hint = "".join(f"; nearest: {name}" for name in nearest(text, BY_ITSELF)[:1])
+        raise typer.BadParameter(f"--{key} {text!r}: {wanted}{hint}") from None
 
 
 def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
@@ -355,7 +363,7 @@ def job_of(options: dict[str, Any]) -> tuple[Any, Any]:
     from workloads.stacks import after_division
 
     if text := given.pop("stage_layers", None):
-        given["layers"] = text if text in ("balanced", "dapple") else _numbers("stage-layers", text)
+        given["layers"] = text if text in BY_ITSELF else _numbers("stage-layers", text)
     layout = to_layout(with_devices({**given, "micro_batches": options["micro_batches"]}))
     options = {**options, "micro_batches": 1, "divided": True}
     if kernels := after_division(options["stack"], layout.tp * layout.cp * layout.ep):

@@ -202,7 +202,10 @@ def _compare(options: dict[str, Any], command: str) -> None:
     if options["figures"] and not options["out"]:
         raise typer.BadParameter("--figures: name their folder: -o DIR")
     if options["figures"] not in (None, *FORMATS):
-        raise typer.BadParameter(f"--figures {options['figures']!r}: expected {', '.join(FORMATS)}")
+        from sim.errors import nearest
+
+        hint = "".join(f"; nearest: {name}" for name in nearest(options["figures"], FORMATS)[:1])
+        raise typer.BadParameter(f"--figures {options['figures']!r}: expected {', '.join(FORMATS)}{hint}")
     folder = check_folder(options["out"], "comparison") if options["out"] else None
     platform, work = job_of(options)
     limit = budget_of(options["budget"], work, platform)

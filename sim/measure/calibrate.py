@@ -17,8 +17,8 @@ from pathlib import Path
 from sim.errors import TiersimError
 from sim.foreign_text import styled
 from sim.measure import choose_device, require_torch
-from sim.measure.fit import LinkFit, fit_copies, fit_ops
-from sim.measure.profile_text import Links, Machine, profile_text
+from sim.measure.measured import Copies, Measured, profile_of
+from sim.measure.profile_text import Machine
 from sim.regular_files import check_replaceable
 
 Progress = Callable[[int, int, str], None]
@@ -38,7 +38,7 @@ def calibrate(
     copies to and from the host, one direction at a time and both at once, pinned and pageable, and the host's own ops.
     The constants come from a least-squares fit of relative errors; their residuals are in the file. Every figure names
     the date and the device as its source. The file appears only when everything is done; an interruption leaves nothing
-    behind.
+    behind. Where the measurements show that the machine was probably busy, a Caution says so, and the file's notes do.
 
     out: path of the file, ending in `.toml`.
     quick: few and small sizes, for trying it out, not for use.
@@ -47,16 +47,27 @@ def calibrate(
 
     Raises TiersimError without PyTorch or the device, or where the file cannot be written.
     """
-    require_torch("tiersim calibrate")
-    import torch
+    path = check_name(out)
+    return write_profile(path, profile_of(measure(quick=quick, device=device, progress=progress)))
 
-    from sim.measure.samples import CUDA_STREAMS, DTYPES, FULL, QUICK, Bench, op_samples, op_sizes
 
+def check_name(out: str | os.PathLike[str]) -> Path:
+    """The path of a profile that is to be written. Raises TiersimError for another ending, or without its folder."""
     path = Path(out)
     if path.suffix != ".toml":
         raise TiersimError(f"{path}: a profile's name ends in '.toml'")
     if not path.parent.is_dir():
         raise TiersimError(f"{path}: there is no folder {str(path.parent)!r}")
+    return path
+
+
+def measure(*, quick: bool = False, device: str | None = None, progress: Progress | None = None) -> Measured:
+    """Time the ops and copies of this machine; parameters and errors as for `calibrate`."""
+    require_torch("tiersim calibrate")
+    import torch
+
+    from sim.measure.samples import CUDA_STREAMS, DTYPES, FULL, QUICK, Bench, op_samples, op_sizes
+
     place = torch.device(choose_device(device))
     is_cuda = place.type == "cuda"
     effort = QUICK if quick else FULL
@@ -75,13 +86,11 @@ def calibrate(
     bench = Bench(place, device_effort, tick)
     machine = _machine(place)
     with torch.no_grad(), _no_tf32():
-        ops = fit_ops(op_samples(bench, dtypes))
-        host, links = None, None
-        if is_cuda:
-            host = fit_ops(op_samples(Bench(torch.device("cpu"), effort, tick), ["fp32"]))
-            links = _measure_links(bench)
+        ops = op_samples(bench, dtypes)
+        host = op_samples(Bench(torch.device("cpu"), effort, tick), ["fp32"]) if is_cuda else []
+        copies = _copies(bench) if is_cuda else {}
     report(total, total, "")
-    return _write(path, profile_text(machine, ops, host, links))
+    return Measured(machine, ops, host, copies)
 
 
 def seconds_needed(*, quick: bool = False, cuda: bool = False) -> float:
@@ -98,18 +107,12 @@ def seconds_needed(*, quick: bool = False, cuda: bool = False) -> float:
     return _seconds(sizes, effort.seconds)
 
 
-def _measure_links(bench: object) -> Links:
+def _copies(bench: object) -> dict[str, Copies]:
     from sim.measure.samples import Bench, copy_times
 
     assert isinstance(bench, Bench)
-    fits: dict[str, LinkFit] = {}
-    for suffix, pinned in (("", True), ("_pageable", False)):
-        sizes, times = copy_times(bench, pinned=pinned, both=False)
-        for way, ns in times.items():
-            fits[way + suffix] = fit_copies(sizes, ns)
-    sizes, times = copy_times(bench, pinned=True, both=True)
-    factors = {way: min(1.0, fit_copies(sizes, ns).rate / fits[way].rate) for way, ns in times.items()}
-    return Links(fits, factors)
+    ways = {"pinned": (True, False), "pageable": (False, False), "both": (True, True)}
+    return {name: Copies(*copy_times(bench, pinned=pinned, both=both)) for name, (pinned, both) in ways.items()}
 
 
 @contextmanager
@@ -140,8 +143,11 @@ def _machine(place: object) -> Machine:
     return Machine(name, False, today, torch.__version__, memory, free, memory)
 
 
-def _write(path: Path, text: str) -> Path:
-    """Write a temporary file, check that it is a valid profile, and rename it."""
+def write_profile(path: Path, text: str) -> Path:
+    """Write a temporary file, check that it is a valid profile, and rename it. Returns its path.
+
+    Raises TiersimError where it cannot be written.
+    """
     from sim.hardware.profile import load_profile
 
     temporary = ""
@@ -178,4 +184,4 @@ def _on_terminal(done: int, total: int, what: str) -> None:
         line.flush()
 
 
-__all__ = ["calibrate", "seconds_needed"]
+__all__ = ["calibrate", "check_name", "measure", "seconds_needed", "write_profile"]

@@ -2,8 +2,13 @@
 
     python -m sim.measure.grid -o my_machine
 
-writes my_machine.toml (the profile) and my_machine.json (one row per step), and prints each row. It finishes within ten
-minutes; steps for which time or memory was too short are listed in the file. Needs PyTorch with CUDA.
+writes my_machine.toml (the profile) and my_machine.json (one row per step, and the times that the profile is fitted
+to), and prints each row. It finishes within ten minutes; steps for which time or memory was too short are listed in the
+file. Needs PyTorch with CUDA.
+
+    python -m sim.measure.grid --profile-from my_machine.json -o again.toml
+
+fits the constants to the stored times again, on any machine, and writes the profile. Needs no PyTorch.
 """
 
 # mypy: allow-subclassing-any
@@ -18,16 +23,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from sim.analysis.peak_memory import peaks_by_phase
-from sim.errors import OutOfMemory, TiersimError
+from sim.deprecation import told_on_stderr
+from sim.errors import OutOfMemory, TiersimError, closest
 from sim.experiment import simulate, unlimited
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.measure import choose_device, require_torch
-from sim.measure.calibrate import calibrate
+from sim.measure.calibrate import check_name, measure, write_profile
+from sim.measure.measured import Measured, profile_of, read
 from sim.measure.validate import POLICIES, Row, config_of, roomy, validate
 from sim.regular_files import check_replaceable
 from workloads.transformer import transformer
@@ -169,45 +177,85 @@ def _shown(row: Row) -> dict[str, Any]:
     return {key: value for key, value in asdict(row).items() if value not in (None, "")}
 
 
-def write(path: Path, machine: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the rows as JSON, one per line; the file appears complete or not at all."""
+def write(path: Path, machine: str, rows: Sequence[dict[str, Any]], measured: Measured | None = None) -> None:
+    """Write the rows as JSON, one per line; the file appears complete or not at all.
+
+    measured: what the profile was fitted to, if it was measured with the rows.
+    """
     check_replaceable(path)
     text = ",\n".join(json.dumps(row) for row in rows)
+    stored = f',\n"measured": {json.dumps(measured.record())}' if measured else ""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(f'{{"machine": {json.dumps(machine)}, "rows": [\n{text}\n]}}\n', encoding="utf-8")
+    temporary.write_text(f'{{"machine": {json.dumps(machine)}, "rows": [\n{text}\n]{stored}}}\n', encoding="utf-8")
     os.replace(temporary, path)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run everything. Returns 0, or 2 with one line on standard error."""
+def read_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options. Raises TiersimError for a value that none of them can have, before anything is measured."""
     parser = argparse.ArgumentParser(prog="python -m sim.measure.grid", description="calibrate and validate, CUDA")
-    parser.add_argument("-o", "--out", required=True, help="name of the files to write, without .toml and .json")
-    parser.add_argument("--profile", help="profile of this machine; by default it is measured first")
+    parser.add_argument(
+        "-o",
+        "--out",
+        required=True,
+        help="name of the files to write, without .toml and .json; with --profile-from the profile to write",
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--profile", help="profile of this machine; by default it is measured first")
+    source.add_argument("--profile-from", metavar="DATA.json", help="only fit a profile to what a grid has stored")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="total time in seconds")
     given = parser.parse_args(arguments)
-    stop = time.monotonic() + given.seconds
+    if not 0 < given.seconds < inf:
+        raise TiersimError(f"--seconds {given.seconds:g}: expected a finite number above 0{closest(given.seconds, 1)}")
+    check_name(given.out if given.profile_from else f"{given.out}.toml")
+    if given.profile:
+        load_profile(given.profile)
+    return given
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run everything, or fit a profile to stored data. Returns 0, or 2 with one line on standard error."""
     try:
-        require_torch("the grid")
-        device = choose_device("cuda")
-        import torch
-
-        target = Path(f"{given.out}.toml")
-        profile = given.profile or str(calibrate(target, device=device))
-        platform = unlimited(load_profile(profile))
-
-        def free() -> int:
-            torch.cuda.empty_cache()
-            return int(torch.cuda.mem_get_info(device)[0])
-
-        rows = run(GRID, platform, device, stop=stop, say=lambda text: print(text, file=sys.stderr), free=free)
-        machine = f"{torch.cuda.get_device_name(device)}, PyTorch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-        write(Path(f"{given.out}.json"), machine, rows)
+        with told_on_stderr():
+            given = read_options(arguments)
+            if given.profile_from:
+                print(write_profile(Path(given.out), profile_of(read(given.profile_from))))
+                return 0
+            rows = calibrate_and_validate(given.out, given.profile, given.seconds)
     except TiersimError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for row in rows:
         print(json.dumps(row))
     return 0
+
+
+def calibrate_and_validate(out: str, profile: str | None, seconds: float) -> list[dict[str, Any]]:
+    """Measure the CUDA device, write the profile and the rows, and return the rows.
+
+    out: name of the files, without .toml and .json.
+    profile: of this machine; None to measure it first.
+    seconds: total time in seconds.
+
+    Raises TiersimError without PyTorch or a CUDA device, or where a file cannot be written.
+    """
+    stop = time.monotonic() + seconds
+    require_torch("the grid")
+    device = choose_device("cuda")
+    import torch
+
+    measured = None if profile else measure(device=device)
+    if measured is not None:
+        profile = str(write_profile(Path(f"{out}.toml"), profile_of(measured)))
+    platform = unlimited(load_profile(str(profile)))
+
+    def free() -> int:
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0])
+
+    rows = run(GRID, platform, device, stop=stop, say=lambda text: print(text, file=sys.stderr), free=free)
+    machine = f"{torch.cuda.get_device_name(device)}, PyTorch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    write(Path(f"{out}.json"), machine, rows, measured)
+    return rows
 
 
 if __name__ == "__main__":

@@ -42,13 +42,16 @@ class Links:
     factors: Mapping[str, float]
 
 
-def profile_text(machine: Machine, ops: OpFit, host: OpFit | None = None, links: Links | None = None) -> str:
+def profile_text(
+    machine: Machine, ops: OpFit, host: OpFit | None = None, links: Links | None = None, doubt: str = ""
+) -> str:
     """The TOML text of a profile.
 
     machine: what is known without timing.
     ops: fit of the device's ops.
     host: fit of the CPU's ops on a machine with a CUDA device.
     links: its copies.
+    doubt: what speaks against the figures, a note.
     """
     tier = "hbm" if machine.is_cuda else "ram"
     source = f"tiersim calibrate, {machine.date}, {machine.device}, PyTorch {machine.torch}"
@@ -57,7 +60,8 @@ def profile_text(machine: Machine, ops: OpFit, host: OpFit | None = None, links:
         "Peaks are the fastest rates that were measured, so that no efficiency is above 1.",
         f"Largest residual of an op: {worst.kind} in {worst.dtype} with {worst.flops} FLOPs and {worst.bytes} bytes: "
         f"{ops.worst:.0%}.",
-        f"Mean residuals by kind: {_list(ops.residuals)}.",
+        *_residuals(ops),
+        *([f"{doubt[0].upper()}{doubt[1:]}."] if doubt else []),
     )
     lines = [
         f"description = {_text(f'{machine.device}, measured {machine.date}')}",
@@ -105,6 +109,18 @@ def profile_text(machine: Machine, ops: OpFit, host: OpFit | None = None, links:
     op_time = _figure(_number(ops.error), f"mean relative residual; {source}", "measured", bare=True)
     lines += ["[fit]", f"op_time = {op_time}", f"transfer_time = {transfer}", ""]
     return "\n".join(lines)
+
+
+def _residuals(fit: OpFit) -> list[str]:
+    """Notes on how far the fit is off, and on which kinds of op do not show it."""
+    exact = sorted(set(fit.share) - set(fit.residuals))
+    notes = []
+    if fit.residuals:
+        notes.append(f"Mean residuals by kind: {_list(fit.residuals)}.")
+        notes.append(f"Median residuals at sizes that the fit did not have: {_list(fit.held_out)}.")
+    if exact:
+        notes.append(f"No residual, too few sizes: {', '.join(exact)}.")
+    return notes
 
 
 def _engine(name: str, home: str, main: bool, fit: OpFit, source: str, reaches: tuple[str, ...] = ()) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,6 +19,12 @@ from workloads.costs import attention_flops, executed
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAM_BYTES = 28
 """Bytes per parameter that Adam in fp32 moves: it reads weight, gradient and two moments, and writes three of them."""
+
+FEWEST = 4
+"""Sizes of each kind that are measured however slow they are: one more than the constants of a kind in one type."""
+
+LONG = 1.0
+"""Seconds of a call that is not repeated, where the time per size is less."""
 
 BATCH_BYTES, MOST_COPIES = 1 << 22, 16
 """Bytes to copy between two events, and the most copies to do it in."""
@@ -66,46 +72,64 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def ns(self, run: Callable[[], object]) -> float:
-        """Median nanoseconds of a call, measured in batches of consecutive calls as in a training step."""
+    def timed(self, sample: Sample, run: Callable[[], object]) -> Sample:
+        """The sample with its time: the median of a call, in batches of consecutive calls as in a training step.
+
+        A call that takes longer than the time per size is repeated, too, unless it takes longer than `LONG`.
+        """
         run()
         self.synchronize()
-        started = time.perf_counter()
-        run()
-        self.synchronize()
-        single_s = max(time.perf_counter() - started, 1e-7)
+        single_s = max(self._seconds(run, 1), 1e-7)
         calls = max(1, min(1000, round(self.effort.seconds / 8 / single_s)))
-        times: list[float] = []
-        stop = time.perf_counter() + self.effort.seconds
+        times = [single_s] if calls == 1 else []
+        began, on_core = time.perf_counter(), time.thread_time()
+        stop = began + self.effort.seconds
         while len(times) < 3 or time.perf_counter() < stop:
-            started = time.perf_counter()
-            for _ in range(calls):
-                run()
-            self.synchronize()
-            times.append((time.perf_counter() - started) / calls)
-            if single_s > self.effort.seconds:
+            times.append(self._seconds(run, calls))
+            if single_s > max(LONG, self.effort.seconds):
                 break
-        return statistics.median(times) * 1e9
+        waited = 1 - (time.thread_time() - on_core) / (time.perf_counter() - began)
+        median = statistics.median(times)
+        return replace(
+            sample,
+            ns=median * 1e9,
+            spread=median / min(times) - 1,
+            waited=max(0.0, waited) if self.device.type == "cpu" else 0.0,
+        )
+
+    def _seconds(self, run: Callable[[], object], calls: int) -> float:
+        """Seconds per call of so many consecutive ones."""
+        started = time.perf_counter()
+        for _ in range(calls):
+            run()
+        self.synchronize()
+        return (time.perf_counter() - started) / calls
 
     def sweep(
         self, sizes: Sequence[int], make: Callable[[int], tuple[Sample, Callable[[], object]]]
     ) -> Iterator[Sample]:
-        """Samples of growing size, until a call takes too long to try the next one, or memory is exhausted."""
+        """Samples of growing size, until a call takes too long to try the next one, or memory is exhausted.
+
+        `FEWEST` sizes are tried whatever the time of one: a slow first size may be the work of another program.
+        """
         for tried, size in enumerate(sizes, 1):
             try:
-                sample, run = make(1 << size)
-                ns = self.ns(run)
+                sample = self.timed(*make(1 << size))
             except (MemoryError, RuntimeError) as error:
                 if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
                     raise
-                ns = float("inf")
-            else:
-                yield Sample(sample.kind, sample.dtype, sample.flops, sample.bytes, ns)
-                self.tick(f"{sample.kind} {sample.dtype} 2^{size}")
-            if ns > 0.5e9 * self.effort.seconds:
-                for _ in range(len(sizes) - tried + (ns == float("inf"))):
-                    self.tick("")
+                self._skip(len(sizes) - tried + 1)
                 return
+            yield sample
+            self.tick(f"{sample.kind} {sample.dtype} 2^{size}")
+            if tried >= FEWEST and sample.ns > 0.5e9 * self.effort.seconds:
+                self._skip(len(sizes) - tried)
+                return
+
+    def _skip(self, sizes: int) -> None:
+        """Count sizes that are not tried."""
+        for _ in range(sizes):
+            self.tick("")
 
 
 def op_sizes(effort: Effort, dtypes: int) -> int:

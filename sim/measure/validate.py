@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from sim.analysis.peak_memory import peaks_by_phase
-from sim.errors import PolicyError, TiersimError, TraceError, WorkloadError, near
+from sim.errors import PolicyError, TiersimError, TraceError, WorkloadError, closest, near
 from sim.experiment import simulate, unlimited
 from sim.hardware.platform import Engine, Link, Platform, Tier
 from sim.measure import choose_device, require_torch
@@ -180,7 +180,7 @@ def _check(precision: str, attention: str, repeats: int, policies: Sequence[str]
     if attention not in ("sdpa", "eager"):
         raise WorkloadError(f"attention {attention!r} cannot be validated{near(attention, ('sdpa', 'eager'))}")
     if repeats < 1:
-        raise TiersimError(f"repeats must be at least 1, not {repeats}")
+        raise TiersimError(f"repeats must be at least 1, not {repeats}{closest(repeats, 1)}")
     for policy in policies:
         if policy not in POLICIES:
             raise TiersimError(f"policy {policy!r} cannot be validated{near(policy, POLICIES)}")

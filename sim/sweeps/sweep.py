@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sim.arguments import explained
-from sim.errors import TiersimError
+from sim.errors import TiersimError, closest
 from sim.foreign import Named, model_files, policy_files, profile_files, sums_of, trace_files
 from sim.policies import is_shipped
 from sim.sweeps.axes import StudyError
@@ -157,7 +157,7 @@ def run_sweep(
     executor: runs the cells, instead of `jobs` and `dask`.
     """
     if jobs is not None and jobs < 1:
-        raise TiersimError(f"jobs: value {jobs}: expected at least 1")
+        raise TiersimError(f"jobs: value {jobs}: expected at least 1{closest(jobs, 1)}")
     if dask is not None:
         from sim.sweeps.cluster import Dask  # checks what was asked before any work is done
 

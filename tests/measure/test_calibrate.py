@@ -78,3 +78,50 @@ def test_an_interruption_leaves_what_was_there(tmp_path, one_thread):
 def test_what_cannot_be_done_is_refused_at_once(tmp_path, name, device, words):
     with pytest.raises(TiersimError, match=words):
         calibrate(tmp_path / name, quick=True, device=device)
+
+
+def slow_bench(seconds, tick=lambda label: None):
+    import torch
+
+    from sim.measure.samples import QUICK, Bench
+
+    class Slow(Bench):
+        """A machine on which every call takes so long."""
+
+        def _seconds(self, run, calls):
+            return seconds
+
+    return Slow(torch.device("cpu"), QUICK, tick)
+
+
+def test_a_slow_size_does_not_end_a_sweep_of_too_few():
+    from sim.measure.fit import Sample
+    from sim.measure.samples import FEWEST
+
+    def make(n):
+        return Sample("matmul", "fp32", 2 * n**3, 12 * n**2, 0), lambda: None
+
+    told: list[str] = []
+    found = list(slow_bench(5.0, told.append).sweep(range(6, 13), make))
+    assert [sample.flops for sample in found] == [2 << 3 * n for n in range(6, 6 + FEWEST)]
+    assert len(told) == 7
+
+
+def test_no_memory_ends_a_sweep_at_once():
+    def make(n):
+        raise MemoryError
+
+    told: list[str] = []
+    assert list(slow_bench(0.0, told.append).sweep(range(6, 13), make)) == []
+    assert len(told) == 7
+
+
+def test_a_slow_call_is_repeated(monkeypatch):
+    from sim.measure.fit import Sample
+
+    took = iter([0.5, 0.1, 0.3, 0.7])
+    bench = slow_bench(0.0)
+    monkeypatch.setattr(type(bench), "_seconds", lambda self, run, calls: time.sleep(0.02) or next(took))
+    sample = bench.timed(Sample("copy", "fp32", 0, 8, 0), lambda: None)
+    assert sample.ns == pytest.approx(0.3e9)
+    assert sample.spread == pytest.approx(2)

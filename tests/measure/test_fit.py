@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from sim import load_profile, simulate
-from sim.errors import TiersimError
+from sim.errors import Caution, TiersimError
 from sim.hardware.cost import flops_per_second
+from sim.measure.doubts import busy, doubts
 from sim.measure.fit import LinkFit, Sample, fit_copies, fit_ops
+from sim.measure.measured import Measured, profile_of
 from sim.measure.profile_text import Links, Machine, profile_text
 from workloads import transformer
 
@@ -110,3 +113,63 @@ def test_profile_of_a_bare_cpu_needs_no_links(tmp_path):
     platform = written(tmp_path, host=False)
     assert platform.links == ()
     assert platform.host is None
+
+
+def test_a_residual_is_stated_only_of_kinds_with_more_samples_than_constants():
+    few = [s for s in samples() if s.kind != "norm"] + [
+        known("norm", "fp32", 0, 12 << n, 0.3 * (n > 20)) for n in (12, 24)
+    ]
+    fit = fit_ops(few)
+    assert set(fit.residuals) == set(fit.held_out) == set(SHARES) - {"norm"}
+    text = profile_text(MACHINE, fit)
+    assert "No residual, too few sizes: norm." in text
+    assert "norm 0%" not in text
+
+
+def test_as_many_samples_as_constants_are_too_few():
+    sizes = [known("matmul", "bf16", 2 << 3 * n, 6 << 2 * n) for n in (7, 8)] + [known("norm", "fp32", 0, 1 << 20)]
+    with pytest.raises(TiersimError, match="4 measurements are too few for 4 constants"):
+        fit_ops([*sizes, known("norm", "fp32", 0, 1 << 24)])
+
+
+def busy_as(change):
+    """What is said of samples of which some are changed."""
+    found = [change(sample) for sample in samples(noise=0.05)]
+    return doubts(found, fit_ops(found))
+
+
+def test_nothing_is_said_of_a_machine_that_was_idle():
+    assert busy_as(lambda sample: sample) == []
+    assert busy([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda s: replace(s, ns=s.ns * 50) if s.kind == "norm" and (s.bytes // 12).bit_length() % 4 == 1 else s,
+            "off by more than 50% (norm",
+        ),
+        (
+            lambda s: replace(s, ns=9e9) if s.kind == "optimizer" and s.bytes == 12 << 18 else s,
+            "optimizer in fp32 took",
+        ),
+        (lambda s: replace(s, spread=2.0) if s.kind == "attention" else s, "attention in bf16 took 3.0 times as long"),
+        (lambda s: replace(s, waited=0.4), "no core in 40% of the time"),
+    ],
+)
+def test_signs_of_other_programs_are_named(change, words):
+    said = busy(busy_as(change))
+    assert said.startswith("the machine was probably busy")
+    assert words in said
+    assert "\n" not in said
+
+
+def test_a_busy_machine_is_a_caution_and_a_note_of_the_profile(tmp_path):
+    measured = Measured(replace(MACHINE, is_cuda=False), [replace(s, waited=0.5) for s in samples()])
+    with pytest.warns(Caution, match="the machine was probably busy"):
+        text = profile_of(measured)
+    assert "The machine was probably busy" in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    assert load_profile(str(path)).main_engine(0).launch == LAUNCH

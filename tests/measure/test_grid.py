@@ -150,3 +150,55 @@ def test_copies_are_timed_by_events_one_way_at_a_time_or_both(monkeypatch):
         assert all(len(times) == len(sizes) and min(times) > 0 for times in found.values())
         assert set(found) == {"d2h", "h2d"}
     assert len(told) == 2 * len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["-o", "mine", "--seconds", "-1"], "nearest: 1"),
+        (["-o", "mine", "--seconds", "nan"], "expected a finite number above 0"),
+        (["-o", "no/such/mine"], "there is no folder"),
+        (["-o", "mine", "--profile", "a10O"], "a10O"),
+        (["-o", "mine.toml", "--profile-from", "no.json"], "no.json: cannot be read"),
+        (["-o", "mine", "--profile-from", "no.json"], "ends in '.toml'"),
+    ],
+)
+def test_wrong_values_are_refused_before_a_device_is_looked_for(options, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(grid, "choose_device", lambda name: pytest.fail("a device was looked for"))
+    assert grid.main(options) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_profile_is_fitted_again_to_what_a_grid_has_stored(tmp_path, capsys):
+    from sim.measure.measured import Copies, Measured, profile_of
+    from tests.measure.test_fit import MACHINE, samples
+
+    sizes = [1 << n for n in range(12, 28, 4)]
+    copies = Copies(sizes, {way: [15_000 + size / 25 for size in sizes] for way in ("d2h", "h2d")})
+    measured = Measured(MACHINE, samples(), samples(), {"pinned": copies, "pageable": copies, "both": copies})
+    grid.write(tmp_path / "mine.json", "a card", [{"model": "gpt2-small"}], measured)
+    assert grid.main(["--profile-from", str(tmp_path / "mine.json"), "-o", str(tmp_path / "again.toml")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'again.toml'}\n"
+    assert (tmp_path / "again.toml").read_text() == profile_of(measured)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "has no measured ops"),
+        ('{"machine": "a card", "rows": []}', "has no measured ops"),
+        ('{"measured": {"machine": {"device": "a card"}}}', "are not what the grid writes"),
+        ('{"measured": 1}', "are not what the grid writes"),
+    ],
+)
+def test_data_without_measured_ops_are_refused_in_one_line(text, words, tmp_path, capsys):
+    (tmp_path / "mine.json").write_text(text)
+    assert grid.main(["--profile-from", str(tmp_path / "mine.json"), "-o", str(tmp_path / "again.toml")]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "again.toml").exists()

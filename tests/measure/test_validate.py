@@ -238,7 +238,7 @@ def test_a_ledger_counts_each_storage_once_and_until_it_goes():
         ({"precision": "fp8"}, "fp8"),
         ({"attention": "flash"}, "flash"),
         ({"device": "tpu"}, "tpu"),
-        ({"repeats": 0}, "repeats"),
+        ({"repeats": 0}, "repeats must be at least 1, not 0; nearest: 1"),
         ({"model": MEGATRON}, "'megatron' is built in, and transformers has no such models"),
     ],
 )

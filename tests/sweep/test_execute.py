@@ -38,7 +38,7 @@ def test_what_does_not_go_together_is_said_and_is_no_failure(study):
     swept = run_sweep(study(policy=["keep_all"], batch=[3], micro_batches=[1, 2], budget="all"))
     rows = [record["row"] for _, record in swept.rows]
     assert [row["status"] for row in rows] == ["ok", "not_applicable"]
-    assert rows[1]["error"] == "micro_batches: 2 does not divide batch 3"
+    assert rows[1]["error"] == "micro_batches: 2 does not divide batch 3; nearest: 1"
     assert swept.failed == 0
 
 

@@ -413,17 +413,17 @@ def test_each_expert_of_a_loop_multiplies_its_own_rows():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"batch": 0}, "batch: needs an integer of at least 1, has 0"),
-        ({"batch": 2.5}, "batch: needs an integer of at least 1, has 2.5"),
+        ({"batch": 0}, "batch: needs an integer of at least 1, has 0; nearest: 1"),
+        ({"batch": 2.5}, "batch: needs an integer of at least 1, has 2.5; nearest: 2"),
         ({"batch": True}, "batch: needs an integer of at least 1, has True"),
-        ({"sequence": -4}, "sequence: needs an integer of at least 1, has -4"),
-        ({"sequence": 65}, "sequence: 65 is longer than the 64 positions of 'gpt2'"),
-        ({"micro_batches": 3}, "micro_batches: 3 does not divide batch 2"),
+        ({"sequence": -4}, "sequence: needs an integer of at least 1, has -4; nearest: 1"),
+        ({"sequence": 65}, "sequence: 65 is longer than the 64 positions of 'gpt2'; nearest: 64"),
+        ({"micro_batches": 3}, "micro_batches: 3 does not divide batch 2; nearest: 2"),
         ({"precision": "amp_bf61"}, "precision 'amp_bf61' is unknown (did you mean 'amp_bf16'?)"),
         ({"attention": "egaer"}, "attention 'egaer' is unknown (did you mean 'eager'?)"),
         ({"optimizer": "adamw_forech"}, "optimizer 'adamw_forech' is unknown (did you mean 'adamw_foreach'?)"),
         ({"loss": "chunkd"}, "loss 'chunkd' is unknown (did you mean 'chunked'?)"),
-        ({"dropout": 1}, "dropout: needs a number from 0 up to 1, has 1"),
+        ({"dropout": 1}, "dropout: needs a number from 0 up to 1, has 1; nearest: 0.99"),
         ({"routing_skew": -1.0}, "routing_skew: needs a number of at least 0, has -1.0"),
     ],
 )
