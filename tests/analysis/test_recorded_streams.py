@@ -81,6 +81,51 @@ def test_a_cpu_that_is_fewer_layers_ahead_reuses_more(ahead: int) -> None:
     assert segments(layers(True), "2.3", 3 * ahead) == ahead
 
 
+def test_what_another_device_runs_does_not_fill_the_queue_of_this_one() -> None:
+    """Each has a thread that launches: of 6 pending, a device is two layers ahead, whatever runs beside it."""
+    b = TraceBuilder()
+    x, own, other = (b.tensor(name, MIB, "input") for name in ("x", "own", "other"))
+    for i in range(LAYERS):
+        whole = b.tensor(f"whole{i}", GATHERED, "temporary")
+        ring = Ring("tensor", 2, 1)
+        b.op(f"gather{i}", "collective", reads=[x], writes=[whole], bytes=1, ring=ring, duration=MS)
+        for k, read in enumerate((own, whole)):
+            b.op(f"product{i}.{k}", "matmul", reads=[read], writes=[b.tensor(f"y{i}.{k}", 64)], duration=MS)
+        for k in range(12):
+            made = b.tensor(f"z{i}.{k}", 64)
+            b.op(f"beside{i}.{k}", "matmul", reads=[other], writes=[made], device=1, duration=MS // 4)
+    assert segments(b.build(), "2.3", 6, line(2, 1)) == 2
+
+
+def test_an_op_of_several_kernels_fills_the_queue_with_all_of_them() -> None:
+    """Adam in a loop is eight calls for each parameter: a layer has ten kernels."""
+    b = TraceBuilder({"optimizer": "adamw_loop"})
+    x, w = b.tensor("x", MIB, "input"), b.tensor("w", 64, "weight")
+    for i in range(LAYERS):
+        whole, ring = b.tensor(f"whole{i}", GATHERED, "temporary"), Ring("tensor", 2, 1)
+        b.op(f"gather{i}", "collective", reads=[x], writes=[whole], phase="update", bytes=1, ring=ring, duration=MS)
+        w, old = b.tensor(f"w{i}", 64, "weight", replaces=w), w
+        b.op(f"optimizer.w{i}", "optimizer", reads=[old], writes=[w], phase="update", duration=MS)
+        made = b.tensor(f"y{i}", 64)
+        b.op(f"product{i}", "matmul", reads=[whole], writes=[made], phase="update", duration=MS)
+    trace = b.build()
+    assert [segments(trace, "2.3", 10 * ahead) for ahead in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_tensor_of_two_collectives_is_held_until_both_have_ended() -> None:
+    """By hand: of two gathers of one tensor the CPU knows that the first has ended, as it asks for another block."""
+    b = TraceBuilder()
+    x, whole, later = b.tensor("x", MIB, "input"), b.tensor("whole", GATHERED), b.tensor("later", GATHERED)
+    b.op("make", "matmul", reads=[x], writes=[whole], duration=MS)
+    for i in range(2):
+        made, ring = b.tensor(f"y{i}", 64), Ring("tensor", 2, 2)
+        b.op(f"gather{i}", "collective", reads=[whole], writes=[made], bytes=1, ring=ring, duration=MS)
+    b.op("later", "matmul", reads=[x], writes=[later], duration=MS)
+    log = replay(Plan(b.build()), machine(line(1, 1)))
+    for recorded, expected in (([1], 1), ([2], 2), ([1, 2], 2), ([2, 1], 2)):
+        assert (reserved_with_streams(log, 0, recorded, 2) or 0) // GATHERED == expected
+
+
 @pytest.mark.parametrize(("stack", "expected"), [("eager", 3), ("fused", 1)])
 def test_megatrons_cpu_waits_for_each_send(stack: str, expected: int) -> None:
     """Three sums, each followed by a send: it knows that what came before has ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -9,13 +11,13 @@ from sim.errors import WorkloadError
 from sim.experiment import simulate
 from sim.layout import lay_out, to_layout
 from sim.rewrites.fuse import fuse
-from sim.rewrites.stack import recomputed_inside, stream_groups
+from sim.rewrites.stack import fuse_streams, recomputed_inside, stream_groups
 from sim.rewrites.values import departures
 from sim.trace import Trace, TraceBuilder
 from sim.trace.origin import Fused, leaves
 from tests.strategies import traces
 from workloads import cnn, transformer, with_stack
-from workloads.stacks import STACKS, stacks
+from workloads.stacks import STACKS, not_saved, stacks
 
 OTHERS = [stack for stack in STACKS if stack != "eager"]
 GPT = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 128, "vocab_size": 512}
@@ -125,6 +127,140 @@ def test_what_a_later_kernel_recomputes_is_in_its_reads_and_in_no_memory():
     assert [d.what for d in departures(new, trace)] == ["repeated"]
     assert [leaf.id for leaf in leaves(new.origin.ops[-1])] == [0, 4]
     assert isinstance(new.origin.ops[-1], Fused)
+
+
+def bf16(b: TraceBuilder, name: str, *shape: int, role: str = "activation") -> int:
+    return b.tensor(name, 2 * math.prod(shape), role, shape=shape, dtype="bf16")
+
+
+def test_a_reduction_of_rows_keeps_sums_over_rows_out_of_its_kernel():
+    """By hand: y, the largest of each of 4 rows, and the sum of all rows, which is another loop."""
+    b = TraceBuilder()
+    x, y, most, total = bf16(b, "x", 4, 8, role="input"), bf16(b, "y", 4, 8), bf16(b, "most", 4), bf16(b, "total", 8)
+    b.op("y", "elementwise", reads=[x], writes=[y])
+    b.op("most", "reduce", reads=[y], writes=[most])
+    b.op("total", "reduce", reads=[y], writes=[total])
+    assert stream_groups(b.build(outputs=[y, most, total])) == [[0, 1], [2]]
+
+
+def test_what_has_one_number_per_row_is_in_the_kernel_that_reduces_rows():
+    """RMSNorm of five calls, one kernel under `torch.compile`: squares, their sums, roots, and two products."""
+    b = TraceBuilder()
+    x, w = bf16(b, "x", 4, 8, role="input"), bf16(b, "w", 8, role="weight")
+    squares, scaled, out = (bf16(b, name, 4, 8) for name in ("squares", "scaled", "out"))
+    sums, roots = bf16(b, "sums", 4, 1), bf16(b, "roots", 4, 1)
+    b.op("square", "elementwise", reads=[x], writes=[squares])
+    b.op("sum", "reduce", reads=[squares], writes=[sums])
+    b.op("root", "elementwise", reads=[sums], writes=[roots])
+    b.op("scale", "elementwise", reads=[x, roots], writes=[scaled])
+    b.op("weigh", "elementwise", reads=[scaled, w], writes=[out])
+    assert stream_groups(b.build(outputs=[out])) == [[0, 1, 2, 3, 4]]
+
+
+def test_what_is_made_of_weights_alone_leaves_a_kernel_divisible_by_samples():
+    """Gemma's norm multiplies by 1 + w, which is the same for all samples."""
+    b = TraceBuilder()
+    x, w, scale = bf16(b, "x", 4, 8, role="input"), bf16(b, "w", 8, role="weight"), bf16(b, "scale", 8)
+    rows, out = bf16(b, "rows", 4, 8), bf16(b, "out", 4, 8)
+    b.op("norm", "norm", reads=[x], writes=[rows], splits=("batch",))
+    b.op("one_plus", "elementwise", reads=[w], writes=[scale])
+    b.op("weigh", "elementwise", reads=[rows, scale], writes=[out], splits=("batch",))
+    trace = b.build(outputs=[out])
+    groups = stream_groups(trace)
+    assert groups == [[0, 2], [1]]
+    assert fuse(trace, groups, streams=True).ops[-1].splits == ("batch",)
+
+
+def test_what_a_product_reads_stays_with_what_it_is_made_from():
+    """By hand: a makes what b and c read, b what a product reads, and d reads b and the product.
+
+    The product is between b and d: these are never one kernel, but a, b and c are.
+    """
+    b = TraceBuilder()
+    x, *made = b.tensor("x", 64, "input"), *(b.tensor(name, 64) for name in ("a", "b", "c", "product", "d"))
+    b.op("a", "elementwise", reads=[x], writes=[made[0]])
+    b.op("b", "elementwise", reads=[made[0]], writes=[made[1]])
+    b.op("c", "elementwise", reads=[made[0]], writes=[made[2]])
+    b.op("product", "matmul", reads=[made[1]], writes=[made[3]])
+    b.op("d", "elementwise", reads=[made[1], made[3]], writes=[made[4]])
+    assert stream_groups(b.build(outputs=[made[2], made[4]])) == [[0, 1, 2], [4]]
+
+
+@pytest.mark.parametrize("name", ["w.grad.accumulate", "w.grad.main"])
+def test_autograd_adds_gradients_outside_of_the_kernels_that_make_them(name: str):
+    b = TraceBuilder()
+    x, g, before = b.tensor("x", 64, "input"), b.tensor("g", 64, "gradient"), b.tensor("before", 64, "gradient")
+    after = b.tensor("after", 64, "gradient", replaces=before)
+    b.op("w.grad", "elementwise", reads=[x], writes=[g], phase="backward")
+    b.op(name, "elementwise", reads=[before, g], writes=[after], phase="backward")
+    assert stream_groups(b.build(outputs=[after])) == [[0]]
+
+
+def test_an_update_from_fp32_masters_touches_28_bytes_per_parameter():
+    """Adam: 2 of the gradient; master and two moments, 4 each, there and back; 2 of the weight, which is not read."""
+    b = TraceBuilder()
+    states = ("w.master", "m", "v")
+    g, w = bf16(b, "g", 8, role="gradient"), bf16(b, "w", 8, role="weight")
+    old = [b.tensor(name, 4 * 8, "optimizer_state", shape=(8,), dtype="fp32") for name in states]
+    new = [
+        b.tensor(f"{n}1", 4 * 8, "optimizer_state", dtype="fp32", replaces=t) for n, t in zip(states, old, strict=True)
+    ]
+    updated = b.tensor("w1", 2 * 8, "weight", shape=(8,), dtype="bf16", replaces=w)
+    steps = b.tensor("steps", 4, "optimizer_state", shape=(), dtype="fp32")
+    b.op("moments", "optimizer", reads=[g, *old[1:]], writes=new[1:], phase="update")
+    b.op("step", "optimizer", reads=[w, old[0], *new[1:], steps], writes=[updated, new[0]], phase="update")
+    (op,) = fuse_streams(b.build(), (), [], update=True, stack="fused").ops
+    assert op.bytes == 28 * 8
+
+
+def made_from(overwritten: str, *, random: bool = False) -> Trace:
+    """By hand: forward makes y from x and s, which a phase overwrites; a product and backward read y."""
+    b = TraceBuilder()
+    x, s = b.tensor("x", 64, "input"), b.tensor("s", 8, "input")
+    y, z, out, g, d = (b.tensor(name, 64) for name in ("y", "z", "out", "g", "d"))
+    new = b.tensor("new", 8, replaces=s)
+    ops = [
+        ("y", "elementwise", "forward", [x, s], y),
+        ("z", "elementwise", "forward", [y], z),
+        ("out", "matmul", "forward", [z], out),
+        ("g", "matmul", "backward", [out], g),
+        ("d", "elementwise", "backward", [g, y], d),
+    ]
+    ops.insert({"forward": 3, "backward": 4, "update": 5}[overwritten], ("s", "other", overwritten, [s], new))
+    for name, kind, phase, reads, made in ops:
+        b.op(name, kind, reads=reads, writes=[made], phase=phase, random=random and name == "y")
+    return b.build(outputs=[out, d, new], carry=())
+
+
+@pytest.mark.parametrize(("overwritten", "again"), [("update", {0}), ("forward", set()), ("backward", set())])
+def test_what_is_made_from_an_overwritten_tensor_is_saved(overwritten: str, again: set[int]):
+    trace = made_from(overwritten)
+    assert recomputed_inside(trace, stream_groups(trace)) == again
+    fused = with_stack(trace, "fused")
+    last = next(op for op in fused.ops if op.name == "d")
+    assert {fused.tensors[t].name for t in last.reads} == ({"g", "x", "s"} if again else {"g", "y"})
+
+
+def test_random_numbers_are_drawn_once():
+    """Backward would draw others: PyTorch's partitioner saves what `native_dropout` drew, hand-written kernels do."""
+    trace = made_from("update", random=True)
+    groups = stream_groups(trace)
+    assert recomputed_inside(trace, groups) == not_saved(trace, groups) == set()
+
+
+def test_a_compiled_backward_reads_nothing_that_forward_has_overwritten():
+    """By hand: s is smaller than y, which is made from it, and a cut would save s; but s is overwritten in place."""
+    b = TraceBuilder()
+    x, s, y = b.tensor("x", 64, "input"), b.tensor("s", 8), b.tensor("y", 64)
+    over, (out, g, d) = b.tensor("over", 8, replaces=s), (b.tensor(name, 64) for name in ("out", "g", "d"))
+    b.op("s", "matmul", reads=[x], writes=[s])
+    b.op("y", "elementwise", reads=[s], writes=[y])
+    b.op("over", "elementwise", reads=[s], writes=[over])
+    b.op("out", "matmul", reads=[y, over], writes=[out])
+    b.op("g", "matmul", reads=[out], writes=[g], phase="backward")
+    b.op("d", "elementwise", reads=[g, y], writes=[d], phase="backward")
+    trace = b.build(outputs=[d], carry=())
+    assert not_saved(trace, stream_groups(trace)) == set()
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=40)
