@@ -138,7 +138,9 @@ def _asked(log: EventLog, runs: Iterable[tuple[int, int, int]], launches: int) -
     count, at = 0, 0 if known is None else known.once
     for start, end, op in runs:
         if known is not None:
-            at = (max(at, start) if op in known.synchronized else at) + int(known.each[op])
+            at += int(known.each[op])
+            if op in known.synchronized:  # it starts once it has been dispatched, after the wait
+                at = max(at, start)
         ahead.append((end, int(kernel[op])))
         count += int(kernel[op])
         while count > launches and len(ahead) > 1:

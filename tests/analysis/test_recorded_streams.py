@@ -8,13 +8,15 @@ import pytest
 
 from sim import load_profile, simulate
 from sim.analysis import card_reading
-from sim.analysis.recorded_streams import recorded_exchanges, recorded_in_paddle, reserved_with_streams
+from sim.analysis.recorded_streams import _asked, recorded_exchanges, recorded_in_paddle, reserved_with_streams
 from sim.engine.replay import replay
 from sim.errors import TiersimError
+from sim.hardware.dispatch import AWAITED
 from sim.hardware.platform import Dispatch, Link, Platform, rank_link
 from sim.layout import lay_out
 from sim.plan import Plan
 from sim.rewrites.ranks import all_ranks
+from sim.rewrites.rewriter import with_columns
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Ring
 from tests.rewrites.test_replicas import line
@@ -200,3 +202,15 @@ def test_what_is_no_version_is_refused(wrong: object) -> None:
     log = replay(Plan(layers(True)), machine(line(1, 1)))
     with pytest.raises(TiersimError, match="pytorch: needs a version"):
         recorded_exchanges(log, 0, wrong)  # type: ignore[arg-type]
+
+
+def test_after_a_wait_the_cpu_has_dispatched_an_op_when_it_starts_and_the_next_one_a_dispatch_later() -> None:
+    """By hand, 1 us a dispatch and 5 an op: the wait is over at 6 us, op 1 starts at 7, and op 2 is dispatched at 8."""
+    b = TraceBuilder()
+    for i in range(3):
+        b.op(f"op{i}", "matmul", reads=[b.tensor(f"x{i}", 64, "input")], writes=[b.tensor(f"y{i}", 64)], duration=5_000)
+    trace = b.build()
+    trace = with_columns(trace, {**trace.meta, AWAITED: [1]})
+    log = replay(Plan(trace), replace(machine(line(1, 1)), dispatch=(Dispatch("eager", 1_000, 1_000, 1_000),)))
+    asked = _asked(log, [(1_000, 6_000, 0), (7_000, 12_000, 1), (12_000, 17_000, 2)], 100)
+    assert {op: found for op, ((_, found),) in asked.items()} == {0: 1_000, 1: 7_000, 2: 8_000}
