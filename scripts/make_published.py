@@ -289,30 +289,40 @@ def pairs(found: Sequence[Row], differ: Sequence[str], only: Sequence[str] = ())
 
     With the error of the ratio of their rates.
     """
+    by_source: dict[str, list[Row]] = {}
+    for row in found:
+        if rate_error(row) is not None:
+            by_source.setdefault(source_of(row), []).append(row)
     pairs = []
-    for a, b in combinations(found, 2):
-        if source_of(a) != source_of(b) or rate_error(a) is None or rate_error(b) is None:
-            continue
-        s, t = ({**USUAL, **row["setup"]} for row in (a, b))
-        keys = {k for k in {*s, *t} if s.get(k) != t.get(k)}
-        if keys & set(differ) and keys <= {*differ, *only}:
-            error = (1 + rate_error(b)) / (1 + rate_error(a)) - 1  # type: ignore[operator]
-            pairs.append((a, b, error))
+    for part in by_source.values():
+        for (a, s), (b, t) in combinations([(row, {**USUAL, **row["setup"]}) for row in part], 2):
+            keys = {k for k in {*s, *t} if s.get(k) != t.get(k)}
+            if keys & set(differ) and keys <= {*differ, *only}:
+                error = (1 + rate_error(b)) / (1 + rate_error(a)) - 1  # type: ignore[operator]
+                pairs.append((a, b, error))
     return pairs
+
+
+PAIRS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "policies": (["policy"], ["sequence_parallel"]),
+    "stacks": (STACK, ()),
+    "layouts": (LAYOUT, ["batch", "accumulate", "network", "communicators", "reads_each"]),
+    "machines": (["profile", "card"], SOFTWARE),
+}
+"""Statements about two rows: in which keys of their setups these have to differ, and in which more they may."""
+
+
+def errors_of(kind: str, found: Sequence[Row]) -> list[float]:
+    """All errors of one kind of statement (`WHAT`)."""
+    if kind in PAIRS:
+        return [error for *_, error in pairs(found, *PAIRS[kind])]
+    every = map(rate_error if kind == "time" else peak_error, found)
+    return [error for error in every if error is not None]
 
 
 def errors(found: Sequence[Row]) -> dict[str, list[float]]:
     """All errors by kind of statement."""
-    return {
-        "time": [e for e in map(rate_error, found) if e is not None],
-        "policies": [e for *_, e in pairs(found, ["policy"], ["sequence_parallel"])],
-        "stacks": [e for *_, e in pairs(found, STACK)],
-        "layouts": [
-            e for *_, e in pairs(found, LAYOUT, ["batch", "accumulate", "network", "communicators", "reads_each"])
-        ],
-        "machines": [e for *_, e in pairs(found, ["profile", "card"], SOFTWARE)],
-        "peak": [e for e in map(peak_error, found) if e is not None],
-    }
+    return {kind: errors_of(kind, found) for kind in WHAT}
 
 
 def bars(figures: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -346,7 +356,7 @@ FEWEST = {"rows": 10, "sources": 3}
 
 def machine_bar(found: Sequence[Row]) -> dict[str, Any]:
     """The distribution of the errors of times of one machine's rows."""
-    return {"sources": len(set(map(source_of, found))), **bar(errors(found)["time"])}
+    return {"sources": len(set(map(source_of, found))), **bar(errors_of("time", found))}
 
 
 def by_machine(found: Sequence[Row]) -> dict[str, list[Row]]:
@@ -367,18 +377,18 @@ def sources_of(kind: str, found: Sequence[Row]) -> int:
     by_source: dict[str, list[Row]] = {}
     for row in found:
         by_source.setdefault(source_of(row), []).append(row)
-    return sum(bool(errors(part)[kind]) for part in by_source.values())
+    return sum(bool(errors_of(kind, part)) for part in by_source.values())
 
 
 def machines_of(kind: str, found: Sequence[Row]) -> list[str]:
     """The profiles of the rows, or pairs of rows, of one kind of statement."""
     if kind == "machines":  # a pair of two
-        two = [row for a, b, _ in pairs(found, ["profile", "card"], SOFTWARE) for row in (a, b)]
+        two = [row for a, b, _ in pairs(found, *PAIRS[kind]) for row in (a, b)]
         return sorted({row["setup"]["profile"] for row in two})
     rows: dict[str, list[Row]] = {}
     for row in found:
         rows.setdefault(row["setup"]["profile"], []).append(row)
-    return sorted(name for name, part in rows.items() if errors(part)[kind])
+    return sorted(name for name, part in rows.items() if errors_of(kind, part))
 
 
 def bar(found: Iterable[float]) -> dict[str, float]:
@@ -445,9 +455,9 @@ def summary(found: Sequence[Row]) -> list[str]:
             machines.append((f", on `{name}`, all others", [row for row in part if row not in vendors]))
     for kind, what in WHAT.items():
         for name, part in [*groups, *(machines if kind == "time" else ())]:
-            values = errors(part)[kind]
             told = {"peak": LARGEST not in name, "time": "reading" not in name}
-            if values and (not name or told.get(kind)):
+            values = errors_of(kind, part) if not name or told.get(kind) else []
+            if values:
                 b = bar(values)
                 lines.append(
                     f"| {what if not name else '… ' + name.removeprefix(', ')} | {b['rows']} | {b['median']:.1%} | "
@@ -477,7 +487,7 @@ def vendors_own(found: Sequence[Row]) -> list[str]:
 
 def footing(found: Sequence[Row]) -> list[str]:
     """What the bar for two policies rests on: it is printed with every comparison."""
-    these = pairs(found, ["policy"], ["sequence_parallel"])
+    these = pairs(found, *PAIRS["policies"])
     rows = {row["id"]: row for a, b, _ in these for row in (a, b)}
     sources = dict.fromkeys(map(source_of, rows.values()))
     checked = sum(a["set"] == "check" for a, *_ in these)
@@ -492,7 +502,7 @@ def footing(found: Sequence[Row]) -> list[str]:
 
 def order(found: Sequence[Row]) -> list[str]:
     """Which pairs of one source come out in another order than printed, beside the bar of their kind."""
-    known = {kind: bar(errors(found)[kind])["worst"] for kind in ("policies", "stacks") if errors(found)[kind]}
+    known = {kind: bar(own)["worst"] for kind in ("policies", "stacks") if (own := errors_of(kind, found))}
     every = pairs(found, ["policy", *STACK], ["sequence_parallel"])
     wrong = []
     for a, b, _ in every:
