@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from sim.errors import TraceError
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.graph import Trace
-from sim.trace.op import KIND_CODE, KINDS, PHASES, Op
-from sim.trace.origin import Expr, Fused, Same
+from sim.trace.op import KIND_CODE, KINDS, PHASES
+from sim.trace.origin import Fused, Same
 
 Touched = Callable[[Sequence[int], Sequence[int]], int]
 WIDTH = {dtype: place for place, dtype in enumerate(("int8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp64"))}
@@ -70,7 +70,9 @@ def fuse(
     later = {t for t, _ in crossing} if recomputed else None
     rebuilt = {t for t, piece in crossing if piece.again}
     new = Rewriter(trace, meta)
-    ids, copy, device = new.all_tensors(without=internal), new.copier(), trace.op_columns.device.tolist()
+    c, copy = trace.op_columns, new.copier()
+    ids, device = new.all_tensors(without=internal), c.device.tolist()
+    flops, space, priority, random = (column.tolist() for column in (c.flops, c.workspace, c.priority, c.random))
     if later is not None:
         for t, new_id in enumerate(ids):
             if new_id >= 0:
@@ -79,35 +81,33 @@ def fuse(
         reads, (first, *rest) = piece.reads, piece.ops
         writes = [t for op in piece.ops for t in trace.all_writes[op] if t not in internal]
         new_reads, new_writes = [ids[t] for t in reads], [ids[t] for t in writes]
-        alone = streams and not rest and not piece.again and KINDS[trace.op_columns.kind[first]] in APART
+        alone = streams and not rest and not piece.again and KINDS[c.kind[first]] in APART
         if not piece.fused or alone:
             if (len(reads), len(writes)) == (len(trace.reads(first)), len(trace.all_writes[first])):
                 copy(first, new_reads, new_writes, device[first])
             else:
                 new.op(trace.ops[first], reads=new_reads, writes=new_writes)
             continue
-        ops = [trace.ops[op] for op in piece.ops]
-        computed = [*(trace.ops[op] for op in piece.again), *ops]
-        parts: tuple[Expr, ...] = tuple(Same(op.id) for op in computed)
-        products = [op for op in ops if op.kind == PRODUCT]
+        computed, last = [*piece.again, *piece.ops], trace.ops[piece.ops[-1]]
+        products = [op for op in piece.ops if c.kind[op] == KIND_CODE[PRODUCT]]
         once = touched_bytes(reads, writes)
-        apart = sum(int(trace.touched[op.id]) for op in computed)
+        apart = int(trace.touched[computed].sum())
         new.op(
-            ops[-1],
-            Fused(parts),
-            kind=PRODUCT if products else "elementwise" if streams and ops[-1].kind in STREAMED else ops[-1].kind,
+            last,
+            Fused(tuple(map(Same, computed))),
+            kind=PRODUCT if products else "elementwise" if streams and last.kind in STREAMED else last.kind,
             reads=new_reads,
             writes=new_writes,
-            flops=sum(op.flops for op in computed),
-            counted=sum(op.flops if op.counted is None else op.counted for op in computed),
+            flops=sum(flops[op] for op in computed),
+            counted=sum(c.counted.get(op, flops[op]) for op in computed),
             bytes=min(once, apart) if streams else once,  # an op may touch less than its operands
-            workspace=max(op.workspace for op in computed) if workspace else 0,
+            workspace=max(space[op] for op in computed) if workspace else 0,
             duration=None,
-            random=any(op.random for op in computed),
-            priority=min(op.priority for op in ops),
-            dtype=_widest(products or computed),
+            random=any(random[op] for op in computed),
+            priority=min(priority[op] for op in piece.ops),
+            dtype=_widest([(c.dtype[op], flops[op]) for op in products or computed]),
             alternatives=(),
-            splits=_splits(ops, set(writes)) if streams else (),
+            splits=_splits(trace, piece.ops, set(writes)) if streams else (),
             function="",
         )
     carry = [(ids[a], ids[b]) for a, b in trace.carry]
@@ -127,25 +127,29 @@ def _why(trace: Trace, t: int, later: Collection[int], rebuilt: Collection[int])
     return trace.tensor_columns.saved_for.get(t, RECOMPUTES_FROM if t in rebuilt else "")
 
 
-def _splits(ops: Sequence[Op], writes: Collection[int]) -> tuple[str, ...]:
+def _splits(trace: Trace, ops: Sequence[int], writes: Set[int]) -> tuple[str, ...]:
     """The ways in which all ops may be split; by batch where all may, as a sum where only sums are written.
 
     With one that has statistics over the samples, parts have their own.
     """
-    if not all(op.splits for op in ops):
+    ways = [trace.op_columns.splits.get(op, ()) for op in ops]
+    if not all(ways):
         return ()
     by_batch = ("batch", "batch_sum", "batch_own")
-    if all(set(op.splits) & set(by_batch) for op in ops):
-        if any("batch_own" in op.splits for op in ops):
+    if all(set(each) & set(by_batch) for each in ways):
+        if any("batch_own" in each for each in ways):
             return ("batch_own",)
-        rows = any("batch" in op.splits for op in ops if writes.intersection(op.writes))  # type: ignore[attr-defined]
+        rows = any("batch" in each for op, each in zip(ops, ways) if not writes.isdisjoint(trace.writes(op)))
         return ("batch" if rows else "batch_sum",)
-    return tuple(way for way in ops[0].splits if way not in by_batch and all(way in op.splits for op in ops))
+    return tuple(way for way in ways[0] if way not in by_batch and all(way in each for each in ways))
 
 
-def _widest(ops: Sequence[Op]) -> str:
-    """The widest type in which ops compute; what only moves bytes computes in none."""
-    types = [op.dtype for op in ops if op.flops and op.dtype] or [op.dtype for op in ops]
+def _widest(ops: Sequence[tuple[str, int]]) -> str:
+    """The widest type in which ops compute; what only moves bytes computes in none.
+
+    ops: the type and FLOPs of each.
+    """
+    types = [dtype for dtype, flops in ops if flops and dtype] or [dtype for dtype, _ in ops]
     return max(types, key=lambda dtype: WIDTH.get(dtype, len(WIDTH) if dtype else -1))
 
 
