@@ -211,9 +211,9 @@ def near(wrong: str, valid: Iterable[str], order: Callable[[str], Any] | None = 
     shown = ", ".join(repr(choice) for choice in choices[:8])
     if len(choices) > 8:
         return f" (valid: {shown}, …)"
-    alike = difflib.get_close_matches(
-        wrong[:LONGEST].casefold(), choices, n=1, cutoff=0.6
-    )  # another number counts here
+    if len(choices) == 1:
+        return f" (valid: {shown})"
+    alike = difflib.get_close_matches(wrong[:LONGEST].casefold(), choices, n=1)  # another number counts here
     return f" (valid: {shown}{f'; nearest: {alike[0]!r}' if alike else ''})"
 
 
