@@ -442,11 +442,15 @@ def test_a_frozen_head_has_no_gradient_under_any_loss(loss):
 @pytest.mark.parametrize(
     ("config", "arguments", "text"),
     [
-        (LLAMA, {"lora_rank": 0}, "lora_rank: needs an integer of at least 1, has 0"),
-        (LLAMA, {"lora_rank": 2.5}, "lora_rank: needs an integer of at least 1, has 2.5"),
+        (LLAMA, {"lora_rank": 0}, "lora_rank: needs an integer of at least 1, has 0; nearest: 1"),
+        (LLAMA, {"lora_rank": 2.5}, "lora_rank: needs an integer of at least 1, has 2.5; nearest: 2"),
         (LLAMA, {"lora_targets": "q"}, "lora_targets: needs adapters: give lora_rank, too"),
         (LLAMA, {"lora_dropout": 0.1}, "lora_dropout: needs adapters: give lora_rank, too"),
-        (LLAMA, {"lora_rank": 4, "lora_dropout": 1}, "lora_dropout: needs a number from 0 up to 1, has 1"),
+        (
+            LLAMA,
+            {"lora_rank": 4, "lora_dropout": 1},
+            "lora_dropout: needs a number from 0 up to 1, has 1; nearest: 0.99",
+        ),
         (
             LLAMA,
             {"lora_rank": 4, "lora_targets": "q_prj"},
