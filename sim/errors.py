@@ -238,6 +238,15 @@ def closest(value: object, least: float, most: float = math.inf, *, whole: bool 
     return f"; nearest: {round(number) if whole else f'{number:g}'}"
 
 
+def closest_name(wrong: str, valid: Iterable[str]) -> str:
+    """The same of a name: a hint to append to a message that lists the valid ones, "" where none is near.
+
+    >>> closest_name("gif", ["png", "svg", "pdf"])
+    '; nearest: png'
+    """
+    return "".join(f"; nearest: {name}" for name in nearest(wrong, valid)[:1])
+
+
 def closest_divisor(value: int, count: int) -> str:
     """A hint to append to a message about a number that does not divide a count: the nearest that does.
 

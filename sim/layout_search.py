@@ -160,8 +160,10 @@ class LayoutSearch:
     @property
     def told(self) -> str:
         """That the runner-up can't be told from the best, for a place behind it; "" where it can."""
+        if not self.is_close:
+            return ""
         error, on = ratio_error(layouts=True)
-        return f" (not told from the best: the model's own error is {format_percent(error)}, {on})" * self.is_close
+        return f" (not told from the best: the model's own error is {format_percent(error)}, {on})"
 
     @property
     def front(self) -> list[Found]:

@@ -347,11 +347,10 @@ def _numbers(key: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
-        from sim.errors import nearest
+        from sim.errors import closest_name
 
         wanted = f"expected numbers such as 3,3,2, {' or '.join(BY_ITSELF)}"
-        hint = "".join(f"; nearest: {name}" for name in nearest(text, BY_ITSELF)[:1])
-        raise typer.BadParameter(f"--{key} {text!r}: {wanted}{hint}") from None
+        raise typer.BadParameter(f"--{key} {text!r}: {wanted}{closest_name(text, BY_ITSELF)}") from None
 
 
 def job_of(options: dict[str, Any]) -> tuple[Any, Any]:

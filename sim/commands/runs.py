@@ -202,9 +202,9 @@ def _compare(options: dict[str, Any], command: str) -> None:
     if options["figures"] and not options["out"]:
         raise typer.BadParameter("--figures: name their folder: -o DIR")
     if options["figures"] not in (None, *FORMATS):
-        from sim.errors import nearest
+        from sim.errors import closest_name
 
-        hint = "".join(f"; nearest: {name}" for name in nearest(options["figures"], FORMATS)[:1])
+        hint = closest_name(options["figures"], FORMATS)
         raise typer.BadParameter(f"--figures {options['figures']!r}: expected {', '.join(FORMATS)}{hint}")
     folder = check_folder(options["out"], "comparison") if options["out"] else None
     platform, work = job_of(options)

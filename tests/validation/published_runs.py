@@ -11,9 +11,9 @@ includes beside those of tensors), `dispatch` (who launches: a CPU under the sta
 request 1270), `joint_adapters` (LitGPT's projection of queries, keys and values: see there), `last_stage` (the device
 that was read; else the fullest), `pytorch` (the version in the source's container, where it is known), `paddle`
 (PaddlePaddle ran), `lazy_kernels` (false where the source prints a CUDA before 12.2 and nothing turns that on),
-`communicators` (the ranks of each that the framework makes beside those of the layout: see there), `reads_each` (the
-program reads from the device before each micro-batch), `memory_only` (its time is not that of training). `missing`: why
-nothing is, where nothing is.
+`communicators` (the ranks of each that the framework makes beside those of the layout, as `card_reading` takes them),
+`reads_each` (the program reads from the device before each micro-batch), `memory_only` (its time is not that of
+training). `missing`: why nothing is, where nothing is.
 """
 
 from __future__ import annotations
