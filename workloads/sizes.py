@@ -274,9 +274,6 @@ class SizedBuilder(TraceBuilder):
 
     def op(self, name: str, kind: str = "other", **fields: Any) -> int:
         """See `TraceBuilder.op`."""
-        flops, counted = fields.get("flops", 0), fields.get("counted")
-        if counted is not None and counted == flops:  # a condition: whether it is kept
-            counted = fields["counted"] = None
         keys = ("flops", "bytes", "workspace", "counted")
         sized = {key: place for key in keys if (place := _place(fields.get(key))) is not None}
         row = super().op(name, kind, **{**fields, **{key: _value(fields[key]) for key in sized}})
@@ -335,6 +332,7 @@ class Formulas:
             for key, rows in builder.sized.items()
         }
         self._counted = builder.sized["counted"]
+        self._fixed_counts = {row: n for row, n in trace.op_columns.counted.items() if row not in self._counted}
         shape_of, self._shapes = dict[int, int](), list[tuple[Any, ...]]()
         known: dict[tuple[Any, ...], int] = {}
         for row, shape in builder.shapes.items():
@@ -369,7 +367,12 @@ class Formulas:
         columns: dict[str, Any] = {
             key: self._columns[key].filled(getattr(ops, key), numbers) for key in ("flops", "bytes", "workspace")
         }
-        counted = {**ops.counted, **{row: numbers[place] for row, place in self._counted.items()}}
+        flops = columns["flops"].tolist()
+        sized = {row: numbers[place] for row, place in self._counted.items() if numbers[place] != flops[row]}
+        counted = {
+            **self._fixed_counts,
+            **sized,
+        }  # of few ops: of those of which as many are counted as are executed, none
         meta = {key: numbers[v.place] if type(v) is Size else v for key, v in self._meta.items()}
         return Trace(
             tensors,

@@ -7,27 +7,37 @@ fuses, who does it and where that was read is in `stacks.toml`.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from sim.arguments import explained
-from sim.errors import WorkloadError, near
+from sim.errors import TraceError, WorkloadError, near
+from sim.rewrites.compared import Compared
+from sim.rewrites.experts import APART
+from sim.rewrites.resized import Resized
 from sim.rewrites.stack import (
     accumulating_products,
-    can_recompute,
     fuse_streams,
+    recomputable,
     recomputed_inside,
     stream_groups,
 )
 from sim.trace.graph import Trace
 from sim.trace.index import TraceIndex
+from sim.trace.kept import kept
 from sim.trace.layers import has_layers, op_layers
 from sim.trace.op import KIND_CODE, PHASE_CODE
 
 FORWARD = PHASE_CODE["forward"]
 PRODUCTS = tuple(KIND_CODE[kind] for kind in ("matmul", "conv", "attention"))
+
+MOST_OPS = 200_000
+MOST_SIZES = 4
+"""Up to how many ops in all the traces have that a structure keeps of a stack, and how many of them, which sizes decide
+differently."""
 
 
 @cache
@@ -63,10 +73,53 @@ def with_stack(trace: Trace, stack: str) -> Trace:
     check_stack(stack)
     if trace.meta.get("stack", "eager") != "eager":
         raise WorkloadError(f"stack: this trace is already of the stack {trace.meta['stack']!r}")
-    if stack == "eager":
-        return trace
-    what = stacks()[stack]
-    groups = stream_groups(trace, columns=what["column_sums"])
+    return trace if stack == "eager" else _rewritten(trace, stack, has_origin=True)
+
+
+def as_workload(trace: Trace, stack: str) -> Trace:
+    """The trace as `with_stack` makes it, as a workload of its own: rewrites of it are compared with it."""
+    check_stack(stack)
+    if stack == "eager" or trace.meta.get("stack", "eager") != "eager":
+        return with_stack(trace, stack)
+    return _rewritten(trace, stack, has_origin=False)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a stack makes of a trace, for others of its structure.
+
+    compared: what has been asked about sizes; groups: what is one kernel.
+    cut: which ops backward computes once more as a cut says, that depends on all sizes; None for no cut.
+    """
+
+    compared: Compared
+    groups: Sequence[Sequence[int]]
+    cut: Collection[int] | None
+    resized: Resized
+
+    def over(self, trace: Trace, stack: str) -> Trace | None:
+        """What the stack makes of another trace, None where its sizes decide otherwise."""
+        if not self.compared.is_alike(trace):
+            return None
+        if self.cut is not None and not_saved(trace, self.groups, stack) != self.cut:
+            return None
+        try:
+            return self.resized.over(trace)
+        except (OverflowError, TraceError):
+            return None  # a rewrite of this trace alone says of which op a number is too large
+
+
+def _rewritten(trace: Trace, stack: str, *, has_origin: bool) -> Trace:
+    """has_origin: whether the new trace says what its parts stand for."""
+    known: list[_Known] = []
+    if trace.structure.is_shared and trace.origin is None:
+        facts = stack, has_origin, bool(trace.meta.get(APART))
+        known = kept(trace.structure, "stacks", facts, list)
+    for each in known:
+        if (found := each.over(trace, stack)) is not None:
+            return found
+    what, compared = stacks()[stack], Compared(trace)
+    groups = stream_groups(trace, what["column_sums"], compared)
     if what.get("regions", "graph") == "layer":
         if not has_layers(trace):
             raise WorkloadError(
@@ -75,18 +128,15 @@ def with_stack(trace: Trace, stack: str) -> Trace:
         layer = op_layers(trace)
         groups = [group for group in groups if layer[group[0]] >= 0]
     _refuse(trace, stack, groups)
-    inputs = what["recompute"] == "inputs"
-    recomputed = recomputed_inside(trace, groups) if inputs else not_saved(trace, groups, stack)
-    groups = [*groups, *accumulating_products(trace)] if what["accumulates"] else groups
-    return fuse_streams(trace, recomputed, groups, update=what["optimizer"], stack=stack)
-
-
-def as_workload(trace: Trace, stack: str) -> Trace:
-    """The trace as `with_stack` makes it, as a workload of its own: rewrites of it are compared with it."""
-    found = with_stack(trace, stack)
-    if found is trace:
-        return trace
-    return Trace(found.tensor_columns, found.op_columns, outputs=found.outputs, carry=found.carry, meta=found.meta)
+    cut = None if what["recompute"] == "inputs" else not_saved(trace, groups, stack)
+    recomputed = recomputed_inside(trace, groups, compared) if cut is None else cut
+    joined = [*groups, *accumulating_products(trace)] if what["accumulates"] else groups
+    fused = fuse_streams(trace, recomputed, joined, update=what["optimizer"], stack=stack, claimed=has_origin)
+    most = min(MOST_SIZES, max(1, MOST_OPS // len(trace.op_columns.name)))
+    if trace.structure.is_shared and trace.origin is None and len(known) < most:
+        compared.close()
+        known.append(_Known(compared, groups, cut, Resized(trace, *fused)))
+    return fused.trace
 
 
 def after_division(stack: str | None, ranks: int) -> Callable[[Trace], Trace] | None:
@@ -125,7 +175,8 @@ def not_saved(trace: Trace, groups: Sequence[Sequence[int]], stack: str = "compi
     for graph in graphs:
         kept |= {graph.nodes[i].tensor for i in Partitioner(graph).saved(1.0, PICKERS["dp"])}
     grouped = {op for group in groups for op in group}
-    found = {op for op in joint.from_saved(kept).reruns if op in grouped and can_recompute(trace, op)}
+    again = recomputable(trace)
+    found = {op for op in joint.from_saved(kept).reruns if op in grouped and again[op]}
     # what a kernel that fuses with nothing reads has to be in memory, and so has what that is made from
     c = trace.op_columns
     for op in sorted(found):

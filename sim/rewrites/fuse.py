@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sim.errors import TraceError
+from sim.rewrites.kernels import Ints, KernelRows, Kernels
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.graph import Trace
 from sim.trace.op import KIND_CODE, KINDS, PHASES
-from sim.trace.origin import Fused, Same
+from sim.trace.origin import Fused
 
-Touched = Callable[[Sequence[int], Sequence[int]], int]
+Touched = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
 WIDTH = {dtype: place for place, dtype in enumerate(("int8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp64"))}
 """Types by rising width; no engine computes faster in a wider one."""
 
@@ -28,16 +29,7 @@ RECOMPUTES_FROM = "what a fused kernel recomputes from"
 """Why backward needs a tensor that it did not read before."""
 
 
-def fuse(
-    trace: Trace,
-    groups: Sequence[Sequence[int]],
-    touched: Touched | None = None,
-    *,
-    workspace: bool = True,
-    recomputed: Collection[int] = (),
-    streams: bool = False,
-    meta: Mapping[str, Any] | None = None,
-) -> Trace:
+def fuse(trace: Trace, groups: Sequence[Sequence[int]], touched: Touched | None = None, **how: Any) -> Trace:
     """Replace each group of ops by one fused op, named after its last member; groups run in the order of their starts.
 
     The fused op reads the group's external inputs and writes the results that others read or that are kept to the end;
@@ -50,7 +42,41 @@ def fuse(
     trace: the trace to rewrite.
     groups: disjoint groups of op ids; the ops of a group share device, engine, kind and phase, and belong to no
         send/recv pair or collective.
-    touched: bytes that a fused op touches, given the ids that it reads and writes; by default each operand once.
+    touched: of what a fused op reads and writes, given by id, the tensors whose bytes it touches; by default all.
+    how: see `fusion`.
+
+    Raises TraceError for a group that does not meet these conditions.
+    """
+    return fusion(trace, groups, touched, **how).trace
+
+
+class Fusion(NamedTuple):
+    """What `fusion` makes of an old trace.
+
+    trace: the new one.
+    tensors, ops: per tensor and op of it the old one that it is, -1 for none.
+    kernels: which of its ops are fused.
+    """
+
+    trace: Trace
+    tensors: Ints
+    ops: Ints
+    kernels: KernelRows
+
+
+def fusion(
+    trace: Trace,
+    groups: Sequence[Sequence[int]],
+    touched: Touched | None = None,
+    *,
+    workspace: bool = True,
+    recomputed: Collection[int] = (),
+    streams: bool = False,
+    meta: Mapping[str, Any] | None = None,
+    claimed: bool = True,
+) -> Fusion:
+    """What `fuse` makes, and which parts of it are those of the old trace.
+
     workspace: False for a kernel of another engine, which has no workspace.
     recomputed: ops whose results no later phase finds in memory. A fused op of a later phase that reads one computes
         it once more, from what is in memory; an op in no group may not.
@@ -58,73 +84,82 @@ def fuse(
         may be split in every way in which all its ops may. An element-wise op alone that recomputes nothing stays.
         Of a group that begins with a product the others are its epilogue, and it stays a product of that type.
     meta: entries to add to the trace's.
-
-    Raises TraceError for a group that does not meet these conditions.
+    claimed: False for a trace without origin, a workload of its own.
     """
-    touched_bytes = touched or (
-        lambda reads, writes: sum(int(trace.tensor_columns.bytes[t]) for t in (*reads, *writes))
-    )
     pieces = _pieces(trace, groups, STREAMED if streams else (), frozenset(recomputed))
     internal = _internal(trace, pieces)
-    crossing = [(t, piece) for piece in pieces for t in piece.reads if _phase_of(trace, t) < piece.phase]
-    later = {t for t, _ in crossing} if recomputed else None
-    rebuilt = {t for t, piece in crossing if piece.again}
-    new = Rewriter(trace, meta)
-    c, copy = trace.op_columns, new.copier()
-    ids, device = new.all_tensors(without=internal), c.device.tolist()
-    flops, space, priority, random = (column.tolist() for column in (c.flops, c.workspace, c.priority, c.random))
-    if later is not None:
-        for t, new_id in enumerate(ids):
-            if new_id >= 0:
-                new.builder.set_saved(new_id, _why(trace, t, later, rebuilt))
+    c = trace.op_columns
     for piece in pieces:
-        reads, (first, *rest) = piece.reads, piece.ops
-        writes = [t for op in piece.ops for t in trace.all_writes[op] if t not in internal]
-        new_reads, new_writes = [ids[t] for t in reads], [ids[t] for t in writes]
-        alone = streams and not rest and not piece.again and KINDS[c.kind[first]] in APART
-        if not piece.fused or alone:
-            if (len(reads), len(writes)) == (len(trace.reads(first)), len(trace.all_writes[first])):
-                copy(first, new_reads, new_writes, device[first])
-            else:
-                new.op(trace.ops[first], reads=new_reads, writes=new_writes)
-            continue
-        computed, last = [*piece.again, *piece.ops], trace.ops[piece.ops[-1]]
-        products = [op for op in piece.ops if c.kind[op] == KIND_CODE[PRODUCT]]
-        once = touched_bytes(reads, writes)
-        apart = int(trace.touched[computed].sum())
-        new.op(
-            last,
-            Fused(tuple(map(Same, computed))),
-            kind=PRODUCT if products else "elementwise" if streams and last.kind in STREAMED else last.kind,
-            reads=new_reads,
-            writes=new_writes,
-            flops=sum(flops[op] for op in computed),
-            counted=sum(c.counted.get(op, flops[op]) for op in computed),
-            bytes=min(once, apart) if streams else once,  # an op may touch less than its operands
-            workspace=max(space[op] for op in computed) if workspace else 0,
-            duration=None,
-            random=any(random[op] for op in computed),
-            priority=min(priority[op] for op in piece.ops),
-            dtype=_widest([(c.dtype[op], flops[op]) for op in products or computed]),
-            alternatives=(),
-            splits=_splits(trace, piece.ops, set(writes)) if streams else (),
-            function="",
-        )
+        first, *rest = piece.ops
+        piece.writes = [t for op in piece.ops for t in trace.all_writes[op] if t not in internal]
+        stays = streams and not rest and not piece.again and KINDS[c.kind[first]] in APART
+        piece.fused = piece.grouped and not stays
+    rows = [row for row, piece in enumerate(pieces) if piece.fused]
+    kernels = Kernels(
+        [pieces[row].computed for row in rows],
+        [touched(each.reads, each.writes) if touched else (*each.reads, *each.writes) for each in pieces if each.fused],
+        workspace=workspace,
+        streams=streams,
+    )
+    try:
+        sizes = kernels.sizes(trace)
+    except OverflowError:
+        raise TraceError("fuse: the FLOPs or bytes of a kernel: 2**63 or more") from None
+    each_has = (dict(zip(sizes, own)) for own in zip(*(column.tolist() for column in sizes.values())))
+    new = Rewriter(trace, meta)
+    ids, device, copy = new.all_tensors(without=internal), c.device.tolist(), new.copier()
+    if recomputed:
+        for t, reason in _reasons(trace, pieces).items():
+            if ids[t] >= 0:
+                new.builder.set_saved(ids[t], reason)
+    for piece in pieces:
+        first = piece.ops[0]
+        reads, writes = [ids[t] for t in piece.reads], [ids[t] for t in piece.writes]
+        if piece.fused:
+            computed = Fused(tuple([new.old_ops[op] for op in piece.computed]))
+            new.new_op(computed, reads=reads, writes=writes, **_described(trace, piece, streams), **next(each_has))
+        elif (len(reads), len(writes)) == (len(trace.reads(first)), len(trace.all_writes[first])):
+            copy(first, reads, writes, device[first])
+        else:
+            new.op(trace.ops[first], reads=reads, writes=writes)
     carry = [(ids[a], ids[b]) for a, b in trace.carry]
-    return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
+    built = new.build(outputs=[ids[t] for t in trace.outputs], carry=carry, claimed=claimed)
+    return Fusion(built, *new.followed, KernelRows(kernels, rows))
 
 
-def _phase_of(trace: Trace, t: int) -> int:
-    """The phase in which a tensor is produced; that of no op for one that exists from the start."""
-    producer = int(trace.producer[t])
-    return int(trace.op_columns.phase[producer]) if producer >= 0 else len(PHASES)
+def _described(trace: Trace, piece: _Piece, streams: bool) -> dict[str, Any]:
+    """The fields of a kernel besides operands and sizes."""
+    c, computed, last = trace.op_columns, piece.computed, piece.ops[-1]
+    products = [op for op in piece.ops if c.kind[op] == KIND_CODE[PRODUCT]]
+    kind = KINDS[c.kind[last]]
+    return {
+        "name": c.name[last],
+        "kind": PRODUCT if products else "elementwise" if streams and kind in STREAMED else kind,
+        "phase": PHASES[piece.phase],
+        "layer": int(c.layer[last]),
+        "device": int(c.device[last]),
+        "engine": c.engine.get(last, ""),
+        "views": c.views.get(last, ()) if len(computed) == 1 else (),
+        "random": any(c.random[op] for op in computed),
+        "priority": min(int(c.priority[op]) for op in piece.ops),
+        "dtype": _widest([(c.dtype[op], int(c.flops[op])) for op in products or computed]),
+        "splits": _splits(trace, piece.ops, set(piece.writes)) if streams else (),
+    }
 
 
-def _why(trace: Trace, t: int, later: Collection[int], rebuilt: Collection[int]) -> str:
-    """Why backward needs a tensor: as before, or for what is recomputed from it; "" where it no longer reads it."""
-    if t not in later:
-        return ""
-    return trace.tensor_columns.saved_for.get(t, RECOMPUTES_FROM if t in rebuilt else "")
+def _reasons(trace: Trace, pieces: Sequence[_Piece]) -> dict[int, str]:
+    """Why a later phase needs what was or is to be saved: as before, or for what is recomputed from it; "" where none
+    reads it any more."""
+    phase, producer = trace.op_columns.phase.tolist(), trace.producer.tolist()
+    made = [len(PHASES) if op < 0 else phase[op] for op in producer]  # what exists from the start is of no phase
+    later, rebuilt = set[int](), set[int]()
+    for piece in pieces:
+        crossing = [t for t in piece.reads if made[t] < piece.phase]
+        later.update(crossing)
+        if piece.again:
+            rebuilt.update(crossing)
+    known = trace.tensor_columns.saved_for
+    return {t: known.get(t, RECOMPUTES_FROM) if t in later else "" for t in sorted({*known, *rebuilt})}
 
 
 def _splits(trace: Trace, ops: Sequence[int], writes: Set[int]) -> tuple[str, ...]:
@@ -162,7 +197,8 @@ class _Piece:
     group: which group they are of; -1 for an op of none.
     started: how many ops came before the first.
     again: ops of an earlier phase that it computes once more.
-    reads: what it finds in memory, once it is complete.
+    reads: what it finds in memory, once it is complete; writes: what it leaves there.
+    fused: whether it becomes a kernel, and not a copy of its op.
     """
 
     ops: list[int]
@@ -171,32 +207,18 @@ class _Piece:
     started: int = 0
     again: list[int] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+    fused: bool = False
 
     @property
-    def fused(self) -> bool:
+    def grouped(self) -> bool:
         """Whether they are of a group."""
         return self.group >= 0
 
-    def complete(self, trace: Trace, recomputed: Collection[int]) -> _Piece:
-        """The piece with what it recomputes and what it reads."""
-        phase, inside = trace.op_columns.phase, set(self.ops)
-        if recomputed:
-            stack = [t for op in self.ops for t in trace.reads(op)]
-            while stack:
-                producer = int(trace.producer[stack.pop()])
-                if producer in recomputed and producer not in inside and phase[producer] < self.phase:
-                    inside.add(producer)
-                    self.again.append(producer)
-                    stack += trace.reads(producer)
-            if self.again and not self.fused:
-                name = trace.op_columns.name
-                raise TraceError(f"fuse: op {name[self.ops[0]]!r} is in no group, but reads {name[self.again[0]]!r}")
-            self.again.sort()
-        computed = (*self.again, *self.ops)
-        made = {t for op in computed for t in trace.all_writes[op]}
-        read = dict.fromkeys(t for op in computed for t in trace.distinct_reads[op])
-        self.reads = [t for t in read if t not in made]
-        return self
+    @property
+    def computed(self) -> list[int]:
+        """The ops that it computes, in order."""
+        return [*self.again, *self.ops]
 
 
 def _pieces(
@@ -211,21 +233,28 @@ def _pieces(
     pieces: list[_Piece] = []
     made: dict[int, _Piece] = {}  # tensors that a group's ops write; the pieces whose ops read each
     read: dict[int, list[_Piece]] = {}
-    order = _hoisted(trace, groups, group_of) if mixed else range(len(trace.op_columns.name))
+    all_reads, all_writes = trace.distinct_reads, trace.all_writes
+    order = _hoisted(trace, groups, group_of) if mixed else range(len(all_reads))
     for place, op in enumerate(order):
-        group, reads, writes = group_of.get(op, -1), trace.distinct_reads[op], trace.all_writes[op]
-        overwritten = [replaces[t] for t in writes if replaces[t] >= 0] if overwrites else []
-        before = [made[t] for t in (*reads, *overwritten) if t in made]  # all of them come before this op
-        before += [piece for t in overwritten for piece in read.get(t, ())]
-        due = {piece.group for piece in before if piece.group in collecting and collecting[piece.group] is piece}
-        for k in sorted(due - {group}, key=lambda k: collecting[k].started):
-            pieces.append(collecting.pop(k))
+        group, reads, writes = group_of.get(op, -1), all_reads[op], all_writes[op]
+        before = [made[t] for t in reads if t in made] if collecting else []  # all of them come before this op
+        if overwrites and collecting:
+            overwritten = [replaces[t] for t in writes if replaces[t] >= 0]
+            before += [made[t] for t in overwritten if t in made]
+            before += [piece for t in overwritten for piece in read.get(t, ())]
+        due = {piece.started: piece.group for piece in before if collecting.get(piece.group) is piece}
+        for _, k in sorted(due.items()):
+            if k != group:
+                pieces.append(collecting.pop(k))
         if group < 0:
             pieces.append(_Piece([op], phase[op]))
             continue
-        piece = collecting.setdefault(group, _Piece([], phase[op], group, place))
+        piece = collecting.get(group)
+        if piece is None:
+            piece = collecting[group] = _Piece([], phase[op], group, place)
         piece.ops.append(op)
-        made.update(dict.fromkeys(writes, piece))
+        for t in writes:
+            made[t] = piece
         if overwrites:
             for t in reads:
                 read.setdefault(t, []).append(piece)
@@ -233,7 +262,33 @@ def _pieces(
         # complete groups run in the order of their starts, so that the order does not depend on how ops interleave
         while collecting and not missing[first := next(iter(collecting))]:
             pieces.append(collecting.pop(first))
-    return [piece.complete(trace, recomputed) for piece in pieces]
+    _complete(trace, pieces, recomputed)
+    return pieces
+
+
+def _complete(trace: Trace, pieces: Sequence[_Piece], recomputed: Collection[int]) -> None:
+    """Find what pieces recompute and read."""
+    reads, writes = trace.distinct_reads, trace.all_writes
+    phase, producer, name = trace.op_columns.phase.tolist(), trace.producer.tolist(), trace.op_columns.name
+    again = {t for op in recomputed for t in writes[op]}
+    for piece in pieces:
+        stack = [t for op in piece.ops for t in reads[op] if t in again] if again else []
+        inside = set(piece.ops if stack else ())
+        while stack:
+            op = producer[stack.pop()]
+            if op not in inside and phase[op] < piece.phase:
+                inside.add(op)
+                piece.again.append(op)
+                stack += [t for t in reads[op] if t in again]
+        if piece.again and not piece.grouped:
+            raise TraceError(f"fuse: op {name[piece.ops[0]]!r} is in no group, but reads {name[piece.again[0]]!r}")
+        piece.again.sort()
+        computed = piece.computed
+        if len(computed) == 1:
+            piece.reads = list(reads[computed[0]])
+            continue
+        made = {t for op in computed for t in writes[op]}
+        piece.reads = [t for t in dict.fromkeys([t for op in computed for t in reads[op]]) if t not in made]
 
 
 def _hoisted(trace: Trace, groups: Sequence[Sequence[int]], group_of: Mapping[int, int]) -> Iterator[int]:
@@ -242,10 +297,10 @@ def _hoisted(trace: Trace, groups: Sequence[Sequence[int]], group_of: Mapping[in
     Otherwise an op between them that reads what the first of them writes would cut the group. What overwrites a
     tensor keeps its place.
     """
-    producer, replaces = trace.producer.tolist(), trace.tensor_columns.replaces
-    placed = [False] * len(trace.ops)
-    fixed = {op for op in group_of if any(replaces[t] >= 0 for t in trace.writes(op))}
-    for op in range(len(trace.ops)):
+    reads, producer, over = trace.distinct_reads, trace.producer.tolist(), trace.tensor_columns.replaces >= 0
+    placed = [False] * len(reads)
+    fixed = set(trace.producer[over].tolist())
+    for op in range(len(reads)):
         if placed[op]:
             continue
         placed[op] = True
@@ -253,8 +308,9 @@ def _hoisted(trace: Trace, groups: Sequence[Sequence[int]], group_of: Mapping[in
         if op not in group_of:
             continue
         for other in groups[group_of[op]]:
-            movable = not placed[other] and other not in fixed
-            if movable and all(producer[t] < 0 or placed[producer[t]] for t in trace.reads(other)):
+            if placed[other] or other in fixed:
+                continue
+            if all(producer[t] < 0 or placed[producer[t]] for t in reads[other]):
                 placed[other] = True
                 yield other
 
@@ -262,30 +318,30 @@ def _hoisted(trace: Trace, groups: Sequence[Sequence[int]], group_of: Mapping[in
 def _group_of(trace: Trace, groups: Sequence[Sequence[int]], mixed: Collection[str]) -> dict[int, int]:
     group_of: dict[int, int] = {}
     c = trace.op_columns
+    kind, phase, device = c.kind.tolist(), c.phase.tolist(), c.device.tolist()
+    streamed = frozenset(KIND_CODE[kind] for kind in mixed)
     for k, group in enumerate(groups):
-        first = (PRODUCT,) if mixed and len(group) > 1 and c.kind[group[0]] == KIND_CODE[PRODUCT] else ()
-        several = {KIND_CODE[kind] for kind in (*mixed, *first)}
+        start = group[0]
+        product = bool(mixed) and len(group) > 1 and kind[start] == KIND_CODE[PRODUCT]
+        several = streamed | {kind[start]} if product else streamed
         for op in group:
-            traits = [
-                (c.device[i], c.engine.get(i, ""), -1 if c.kind[i] in several else c.kind[i], c.phase[i])
-                for i in (op, group[0])
-            ]
-            if op in group_of or op in c.group or traits[0] != traits[1]:
-                raise TraceError(f"fuse: op {c.name[op]!r} cannot be in one op with {c.name[group[0]]!r}")
+            alike = kind[op] == kind[start] or (kind[op] in several and kind[start] in several)
+            alike &= phase[op] == phase[start] and device[op] == device[start]
+            if not alike or c.engine.get(op) != c.engine.get(start) or op in group_of or op in c.group:
+                raise TraceError(f"fuse: op {c.name[op]!r} cannot be in one op with {c.name[start]!r}")
             group_of[op] = k
     return group_of
 
 
 def _internal(trace: Trace, pieces: Sequence[_Piece]) -> set[int]:
     """The tensors that are only visible inside one fused op, unread ones included."""
-    inside = {op: k for k, piece in enumerate(pieces) if piece.fused for op in piece.ops}
+    inside = {op: k for k, piece in enumerate(pieces) if piece.grouped for op in piece.ops}
     outside = {t for piece in pieces for t in piece.reads}
     outside.update(trace.outputs)
-    internal = set()
-    for t, producer in enumerate(trace.producer.tolist()):
-        if producer not in inside or t in outside:
-            continue
-        after = int(trace.replaced_by[t])
-        if after < 0 or inside.get(int(trace.producer[after])) == inside[producer]:
-            internal.add(t)
-    return internal
+    producer, after = trace.producer.tolist(), trace.replaced_by.tolist()
+    return {
+        t
+        for op, piece in inside.items()
+        for t in trace.all_writes[op]
+        if t not in outside and (after[t] < 0 or inside.get(producer[after[t]]) == piece)
+    }

@@ -66,9 +66,7 @@ def tiles(trace: Trace, ops: Sequence[int]) -> list[list[int]]:
     return list(found.values())
 
 
-def touched_once(trace: Trace, reads: Sequence[int], writes: Sequence[int]) -> int:
-    """Bytes of all operands and results, less what a kernel holds and does not read; scalars count nothing."""
-    c = trace.tensor_columns
-    large = [t for t in writes if c.shape.get(t) != ()]
-    held = held_weights(trace, reads, writes)
-    return sum(int(c.bytes[t]) for t in (*reads, *large) if t not in held and c.shape.get(t) != ())
+def touched_once(trace: Trace, reads: Sequence[int], writes: Sequence[int]) -> list[int]:
+    """Of all operands and results those that count: not what a kernel holds and does not read, and no scalars."""
+    shape, held = trace.tensor_columns.shape, held_weights(trace, reads, writes)
+    return [t for t in (*reads, *writes) if t not in held and shape.get(t) != ()]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.rewrites.kernels import KernelRows
 from sim.trace.graph import Trace
 from sim.trace.origin import Expr, Origin, Same, leaves
 
@@ -38,18 +39,21 @@ def _at(column: Mapping[int, Any], rows: Sequence[int]) -> tuple[Any, ...]:
 class Resized:
     """What a rewrite made of one trace, for others of its structure.
 
-    Wherever the new trace stands for a tensor or an op of the old one and has its sizes, it follows them; all else must
-    come of what decided the rewrite, and stays.
+    Wherever the new trace stands for a tensor or an op of the old one and has its sizes, it follows them, and kernels
+    add up those of their ops; all else must come of what decided the rewrite, and stays.
 
     new: a trace that shares the columns of the rewritten one, and keeps nothing else of it alive.
     """
 
-    def __init__(self, old: Trace, new: Trace, tensors: Ints, ops: Ints) -> None:
-        """tensors, ops: per row of the new trace that of the old one which it follows, -1 for none."""
-        assert new.origin is not None
-        self._tensors, self._ops = (_Followed(rows) for rows in (tensors, ops))
+    def __init__(self, old: Trace, new: Trace, tensors: Ints, ops: Ints, kernels: KernelRows | None = None) -> None:
+        """tensors, ops: per row of the new trace that of the old one which it follows, -1 for none.
+
+        kernels: which ops of the new trace are kernels of several.
+        """
+        self._tensors, self._ops, self._kernels = _Followed(tensors), _Followed(ops), kernels
         self._added = {key: value for key, value in new.meta.items() if (key, value) not in old.meta.items()}
-        self._fields = {key: value for key, value in vars(new.origin).items() if key != "base"}
+        origin = new.origin
+        self._fields = None if origin is None else {key: each for key, each in vars(origin).items() if key != "base"}
         self.new = _over(new, old, self._fields, new.tensor_columns, new.op_columns, new.meta)
         self.new.derive()
 
@@ -63,6 +67,8 @@ class Resized:
         )
         columns: dict[str, Any] = {key: self._ops.column(getattr(new_c, key), getattr(old_c, key)) for key in OF_OPS}
         columns["counted"] = self._ops.sparse(new_c.counted, old_c.counted)
+        if self._kernels is not None:
+            columns = self._kernels.over(trace, columns)
         tensors = replace(
             new_t,
             bytes=self._tensors.column(new_t.bytes, old_t.bytes),
@@ -92,9 +98,11 @@ class _Followed:
         return own | {row: old[old_row] for row, old_row in of.items() if old_row in old}
 
 
-def _over(new: Trace, old: Trace, fields: Mapping[str, Any], tensors: Any, ops: Any, meta: Mapping[str, Any]) -> Trace:
-    """A trace like `new`, made of `old`."""
-    origin = Origin(base=old.content_hash, **fields)
+def _over(
+    new: Trace, old: Trace, fields: Mapping[str, Any] | None, tensors: Any, ops: Any, meta: Mapping[str, Any]
+) -> Trace:
+    """A trace like `new`, made of `old`. fields: of its origin, None for a trace that has none."""
+    origin = None if fields is None else Origin(base=old.content_hash, **fields)
     return Trace(tensors, ops, outputs=new.outputs, carry=new.carry, meta=meta, origin=origin, like=new)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,11 @@ class Rewriter:
         self._ops.append(self.old_ops[like.id] if stands_for is None else stands_for)
         return self.builder.copy_op(like, releases=(), **changes)
 
+    def new_op(self, stands_for: Expr, **fields: Any) -> int:
+        """Add an op that is like none of the old trace's; see `TraceBuilder.op`. Returns its id."""
+        self._ops.append(stands_for)
+        return self.builder.op(**fields)
+
     def repeat_tensor(self, like: int, stands_for: Expr, name: str, bytes: int, replaces: int | None) -> int:
         """Add a tensor like one of the new trace; see `TraceBuilder.repeat_tensor`."""
         self._tensors.append(stands_for)
@@ -111,8 +117,7 @@ class Rewriter:
 
     def glue(self, name: str, kind: str, reads: Sequence[int], writes: Sequence[int], **fields: Any) -> int:
         """Add an op that computes nothing of the old trace. Returns its id."""
-        self._ops.append(GLUE)
-        return self.builder.op(name, kind, reads=reads, writes=writes, **fields)
+        return self.new_op(GLUE, name=name, kind=kind, reads=reads, writes=writes, **fields)
 
     @property
     def op_count(self) -> int:
@@ -142,9 +147,8 @@ class Rewriter:
             if over >= 0:
                 self.builder.take_over(news[old], news[over])
         for key in ("shape", "zeros", "saved_for", "axes"):
-            for old, value in sorted(getattr(columns, key).items()):
-                if news[old] >= 0:
-                    self.builder.note(key, news[old], value)
+            values = sorted(getattr(columns, key).items(), key=itemgetter(0))
+            self.builder.note_all(key, [(news[old], value) for old, value in values if news[old] >= 0])
         return news
 
     def build(
@@ -160,6 +164,7 @@ class Rewriter:
         experts: int = 1,
         context: int = 1,
         group: int = 1,
+        claimed: bool = True,
     ) -> Trace:
         """The new trace, with its origin.
 
@@ -167,12 +172,27 @@ class Rewriter:
         iterations: how many iterations of the old trace it contains.
         steps: whether these are steps on parts of its batch, see `Origin`.
         ranks, dealt, tensor, experts, context, group: which of the symmetric ranks it is one of, see `Origin`.
+        claimed: False for a trace without origin, a workload of its own.
         """
-        base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
+        base = ""
+        if claimed:  # it takes as long as everything else to find what a large trace hashes to
+            base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
         of_ranks = ranks, dealt, tensor, steps, experts, context, group
         origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, *of_ranks)
         new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=origin.over(self.trace))
-        return new if not has_points(self.trace) else carry_releases(self.trace, new, origin)
+        new = new if not has_points(self.trace) else carry_releases(self.trace, new, origin)
+        if claimed:
+            return new
+        return Trace(new.tensor_columns, new.op_columns, outputs=new.outputs, carry=new.carry, meta=new.meta, like=new)
+
+    @property
+    def followed(self) -> tuple[Ints, Ints]:
+        """Per tensor and per op of the new trace the one of the old trace that it stands for, -1 for none."""
+        tensors, ops = (
+            np.array([each.id if isinstance(each, Same) else -1 for each in claims], np.int64)
+            for claims in (self._tensors, self._ops)
+        )
+        return tensors, ops
 
 
 def with_columns(trace: Trace, meta: Mapping[str, Any] | None = None, **columns: Any) -> Trace:

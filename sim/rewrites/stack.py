@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from itertools import repeat
 
-from sim.rewrites.fuse import STREAMED, fuse
+import numpy as np
+
+from sim.rewrites.compared import UPDATED, Compared
+from sim.rewrites.fuse import STREAMED, Fusion, fusion
 from sim.rewrites.fused_update import tiles, touched_once
+from sim.trace.columns import row_sums
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.layers import op_layers
 from sim.trace.op import KIND_CODE, PHASE_CODE
@@ -23,9 +28,7 @@ ROW_WISE = tuple(KIND_CODE[kind] for kind in ("norm", "softmax", "loss"))
 REDUCE = KIND_CODE["reduce"]
 OPTIMIZER = KIND_CODE["optimizer"]
 WEIGHT = ROLE_CODE["weight"]
-STREAMED_CODES = frozenset(KIND_CODE[kind] for kind in STREAMED)
-WIDTHS = {"fp64": 8, "int64": 8, "fp32": 4, "int32": 4, "bf16": 2, "fp16": 2}
-UPDATED = tuple(ROLE_CODE[role] for role in ("weight", "optimizer_state"))
+STREAMED_CODES = tuple(KIND_CODE[kind] for kind in STREAMED)
 MICROBATCH = re.compile(r"(?:^|\.)(mb\d+)(?:\.|$)")
 """The part of an op's name that says of which microbatch it is."""
 ACCUMULATES = (".grad.accumulate", ".grad.main")
@@ -35,27 +38,35 @@ MATMUL, GRADIENT = KIND_CODE["matmul"], ROLE_CODE["gradient"]
 
 
 def fuse_streams(
-    trace: Trace, recomputed: Collection[int], groups: Sequence[Sequence[int]], *, update: bool, stack: str
-) -> Trace:
+    trace: Trace,
+    recomputed: Collection[int],
+    groups: Sequence[Sequence[int]],
+    *,
+    update: bool,
+    stack: str,
+    claimed: bool = True,
+) -> Fusion:
     """The trace with each group one kernel.
 
     recomputed: forward ops whose results backward computes once more in the kernels that read them.
     groups: as `stream_groups` finds them.
     update: whether the optimizer's ops become one kernel per tile, as `fuse_updates` joins them.
     stack: its name, noted in the trace.
+    claimed: see `fusion`.
     """
     c = trace.op_columns
     if update:
-        optimizer = [op for op in range(len(c.name)) if c.kind[op] == OPTIMIZER and op not in c.group]
+        optimizer = [op for op in np.flatnonzero(c.kind == OPTIMIZER).tolist() if op not in c.group]
         groups = [*groups, *tiles(trace, optimizer)]
-    role, size = trace.tensor_columns.role, trace.tensor_columns.bytes
+    role = trace.tensor_columns.role.tolist()
 
-    def touched(reads: Sequence[int], writes: Sequence[int]) -> int:
+    def touched(reads: Sequence[int], writes: Sequence[int]) -> Sequence[int]:
         if any(role[t] in UPDATED for t in writes):
             return touched_once(trace, reads, writes)
-        return sum(int(size[t]) for t in (*reads, *writes))
+        return (*reads, *writes)
 
-    return fuse(trace, groups, touched, recomputed=recomputed, streams=True, meta={"stack": stack})
+    meta = {"stack": stack}
+    return fusion(trace, groups, touched, recomputed=recomputed, streams=True, meta=meta, claimed=claimed)
 
 
 def accumulating_products(trace: Trace) -> list[list[int]]:
@@ -73,180 +84,154 @@ def accumulating_products(trace: Trace) -> list[list[int]]:
     return found
 
 
-def stream_groups(trace: Trace, columns: bool = True) -> list[list[int]]:
+def stream_groups(trace: Trace, columns: bool = True, compared: Compared | None = None) -> list[list[int]]:
     """The ops that one kernel computes, in groups, single ops included.
 
     columns: whether sums over rows join what reduces no row.
+    compared: what asks about the trace's sizes.
     """
-    return _Groups(trace, columns).found()
+    return _Groups(trace, columns, compared or Compared(trace)).found()
 
 
 class _Groups:
     """Joins each streamed op with the producers of what it reads, where they are as far from the start.
 
+    place: of an op what all ops of its kernel have in common. Of its name that is the microbatch: each runs the kernels
+        of its own, and adds its gradients when it has them.
     of_weights: ops that read weights alone: the sum of 1 and a norm's weight, a copy in another type. Their results are
         the same for all samples, so they do not join a kernel that may run for some of these.
     depth: how many ops that are not streamed lie, at most, on a way from the start to an op. Between two streamed ops
-    of one depth there is none.
-    microbatch: of an op, as its name says; each runs the kernels of its own, and adds its gradients when it has them.
+        of one depth there is none.
     """
 
-    def __init__(self, trace: Trace, columns: bool) -> None:
-        self.trace, self.columns = trace, columns
+    def __init__(self, trace: Trace, columns: bool, compared: Compared) -> None:
+        self.trace, self.columns, self.compared = trace, columns, compared
         c = trace.op_columns
-        self.kind, self.phase, self.layer = c.kind.tolist(), c.phase.tolist(), op_layers(trace).tolist()
-        self.device, self.producer = c.device.tolist(), trace.producer.tolist()
-        found = map(MICROBATCH.search, c.name)
-        self.microbatch = [match.group(1) if match else "" for match in found]
-        self.size, self.dtypes, self.shapes = (
-            trace.tensor_columns.bytes.tolist(),
-            trace.tensor_columns.dtype,
-            trace.tensor_columns.shape,
-        )
-        self.role = trace.tensor_columns.role.tolist()
+        self.phase, self.kind, self.producer = c.phase.tolist(), c.kind.tolist(), trace.producer.tolist()
+        self.reads = trace.distinct_reads
+        self.streamed = (np.isin(c.kind, STREAMED_CODES) & (c.phase != UPDATE)).tolist()
+        for op, name in enumerate(c.name):
+            if self.streamed[op] and (name.endswith(ACCUMULATES) or op in c.group or op in c.ring):
+                self.streamed[op] = False
+        found = [MICROBATCH.search(name) if "mb" in name else None for name in c.name]
+        microbatch = [match.group(1) if match else "" for match in found]
+        engine = map(c.engine.get, range(len(c.name))) if c.engine else repeat("")
+        self.place = list(zip(self.phase, op_layers(trace).tolist(), c.device.tolist(), microbatch, engine))
         self.root = list(range(len(c.name)))
         self.of_weights: set[int] = set()
         self.rows: dict[int, bool] = {}  # by root: whether a reduction of rows is in it
         self.sums: dict[int, bool] = {}
-        self.space: dict[int, int] = {}
-
-    def streamed(self, op: int) -> bool:
-        c = self.trace.op_columns
-        if c.name[op].endswith(ACCUMULATES):
-            return False
-        return self.kind[op] in STREAMED_CODES and self.phase[op] != UPDATE and op not in c.group and op not in c.ring
+        self.largest = list(range(len(c.name)))  # by root: which of its ops goes through most elements
 
     def found(self) -> list[list[int]]:
         """All groups, each in program order."""
-        depth = self.depths()
-        for op in range(len(self.root)):
-            if not self.streamed(op):
-                continue
-            reads = self.trace.reads(op)
-            makers = {self.producer[t] for t in reads} - {-1}
-            if reads and all(self.role[t] == WEIGHT or self.producer[t] in self.of_weights for t in reads):
+        depth, ops = self.depths(), [op for op, streamed in enumerate(self.streamed) if streamed]
+        weight = (self.trace.tensor_columns.role == WEIGHT).tolist()
+        for op in ops:
+            reads = self.reads[op]
+            if reads and all(weight[t] or self.producer[t] in self.of_weights for t in reads):
                 self.of_weights.add(op)
-            sums = self.kind[op] == REDUCE and self.is_sum_over_rows(op)
+            sums = self.kind[op] == REDUCE and self.compared.sums_over_rows(op)
             self.rows[op] = self.kind[op] in ROW_WISE or (self.kind[op] == REDUCE and not sums)
             self.sums[op] = sums
-            self.space[op] = self.elements(op)
             if sums and not self.columns:
                 continue
-            for p in sorted(makers):
-                alike = depth[p] == depth[op] and self.microbatch[p] == self.microbatch[op]
-                if self.streamed(p) and alike and self.joins(p, op):
-                    self.join(self.find(p), self.find(op))
+            for p in sorted({self.producer[t] for t in reads}):
+                if p >= 0 and self.streamed[p] and depth[p] == depth[op] and self.place[p] == self.place[op]:
+                    self.join(p, op)
         groups: dict[int, list[int]] = {}
-        for op in range(len(self.root)):
-            if op in self.space:
-                groups.setdefault(self.find(op), []).append(op)
+        for op in ops:
+            groups.setdefault(self.find(op), []).append(op)
         return list(groups.values())
 
     def depths(self) -> list[int]:
         """Per op its depth: the least, or where only streamed ops of one greater depth read it, theirs."""
-        count, streamed = len(self.root), [self.streamed(op) for op in range(len(self.root))]
+        count, streamed, phase = len(self.root), self.streamed, self.phase
         depth = [0] * count
         readers: list[list[int]] = [[] for _ in range(count)]
-        for op in range(count):
-            for p in {self.producer[t] for t in self.trace.reads(op)} - {-1}:
-                depth[op] = max(depth[op], depth[p] + (not streamed[p]))
-                readers[p].append(op)
+        for op, reads in enumerate(self.reads):
+            least = 0
+            for t in reads:
+                p = self.producer[t]
+                if p >= 0:
+                    least = max(least, depth[p] + (not streamed[p]))
+                    readers[p].append(op)
+            depth[op] = least
         ends = {self.producer[t] for t in self.trace.outputs}
         for op in reversed(range(count)):
-            later = {depth[r] for r in readers[op] if streamed[r] and self.phase[r] == self.phase[op]}
-            if streamed[op] and op not in ends and len(later) == 1 and all(streamed[r] for r in readers[op]):
-                depth[op] = max(depth[op], *later)
+            if streamed[op] and op not in ends and all(streamed[r] for r in readers[op]):
+                later = {depth[r] for r in readers[op] if phase[r] == phase[op]}
+                if len(later) == 1:
+                    depth[op] = max(depth[op], *later)
         return depth
 
-    def joins(self, a: int, b: int) -> bool:
-        c = self.trace.op_columns
-        place = [(self.phase[op], self.layer[op], self.device[op], c.engine.get(op, "")) for op in (a, b)]
-        if place[0] != place[1] or (a in self.of_weights) != (b in self.of_weights):
-            return False
-        a, b = self.find(a), self.find(b)
-        if (self.rows[a] or self.rows[b]) and (self.sums[a] or self.sums[b]):
-            return False
-        few, many = sorted((self.space[a], self.space[b]))
-        # one number per row goes with the loop over rows that makes or reads it
-        return few == many or (few > 0 and many % few == 0 and (self.rows[a] or self.rows[b]))
-
     def join(self, a: int, b: int) -> None:
+        """Make one kernel of those of two ops, where one loop computes both."""
+        if (a in self.of_weights) != (b in self.of_weights):
+            return
+        a, b = self.find(a), self.find(b)
+        rows = self.rows[a] or self.rows[b]
+        if rows and (self.sums[a] or self.sums[b]):
+            return
         first, second = min(a, b), max(a, b)
         if first == second:
             return
-        self.root[second] = first
+        few, many = self.largest[first], self.largest[second]
+        if self.compared.larger(few, many) == few:
+            few, many = many, few
+        # one number per row goes with the loop over rows that makes or reads it
+        if self.compared.of_ops[few] != self.compared.of_ops[many] and not (rows and self.compared.divides(few, many)):
+            return
+        self.root[second], self.largest[first] = first, many
         for flags in (self.rows, self.sums):
             flags[first] |= flags[second]
-        self.space[first] = max(self.space[first], self.space[second])
 
     def find(self, op: int) -> int:
+        """The first op of its kernel as far as it is known."""
         while self.root[op] != op:
             self.root[op] = self.root[self.root[op]]
             op = self.root[op]
         return op
 
-    def elements(self, op: int) -> int:
-        """How many elements the op goes through: those of the largest operand or result but weights."""
-        counts = [self.count(t) for t in (*self.trace.reads(op), *self.trace.writes(op)) if self.role[t] not in UPDATED]
-        return max(counts, default=0)
 
-    def count(self, t: int) -> int:
-        shape = self.shapes.get(t)
-        if shape is None:
-            return int(self.size[t]) // WIDTHS.get(self.dtypes[t], 1)
-        found = 1
-        for n in shape:
-            found *= n
-        return found
-
-    def is_sum_over_rows(self, op: int) -> bool:
-        """Whether a reduction leaves one number per column: its result is as long as a row of what it reads."""
-        made = self.trace.writes(op)
-        read = [t for t in self.trace.reads(op) if self.role[t] not in UPDATED]
-        if not made or not read:
-            return True
-        shape = self.shapes.get(max(read, key=lambda t: self.size[t]))
-        return shape is None or not shape or self.count(made[0]) % shape[-1] == 0
-
-
-def recomputed_inside(trace: Trace, groups: Sequence[Sequence[int]]) -> set[int]:
+def recomputed_inside(trace: Trace, groups: Sequence[Sequence[int]], compared: Compared | None = None) -> set[int]:
     """The ops that hand-written kernels compute once more in backward, because they save what enters them instead.
 
     In each group: what only its own ops and streamed ops of backward read, and draws no random numbers, is recomputed
     if what has to be saved for that takes fewer bytes.
+    compared: what asks about the trace's sizes.
     """
-    c, size = trace.op_columns, trace.tensor_columns.bytes
-    persistent = set(PERSISTENT)
+    compared, again_of = compared or Compared(trace), recomputable(trace)
+    phase, producer = trace.op_columns.phase.tolist(), trace.producer.tolist()
+    persistent = np.isin(trace.tensor_columns.role, PERSISTENT).tolist()
     found: set[int] = set()
     outputs = set(trace.outputs)
     grouped = {op: k for k, group in enumerate(groups) for op in group}
     saved = {
         t
-        for op in range(len(c.name))
-        if c.phase[op] == BACKWARD
-        for t in trace.reads(op)
-        if trace.producer[t] >= 0 and c.phase[trace.producer[t]] == FORWARD
+        for op in np.flatnonzero(trace.op_columns.phase == BACKWARD).tolist()
+        for t in trace.distinct_reads[op]
+        if producer[t] >= 0 and phase[producer[t]] == FORWARD
     }
     for k, group in enumerate(groups):
-        if c.phase[group[0]] != FORWARD:
+        if phase[group[0]] != FORWARD:
             continue
         spared: set[int] = set()
         for op in group:
-            inner = [t for t in trace.writes(op) if t in saved]
-            if not inner or not can_recompute(trace, op):
+            inner = [t for t in trace.all_writes[op] if t in saved]
+            if not inner or not again_of[op]:
                 continue
             readers = [r for t in inner for r in trace.readers(t)]
-            outside = any(c.phase[r] == FORWARD and grouped.get(r) != k for r in readers) or outputs.intersection(inner)
-            if not outside and all(c.phase[r] == FORWARD or r in grouped for r in readers):
+            outside = any(phase[r] == FORWARD and grouped.get(r) != k for r in readers) or outputs.intersection(inner)
+            if not outside and all(phase[r] == FORWARD or r in grouped for r in readers):
                 spared.update(inner)
         again, leaves = _closure(trace, spared, set(group))
-        if any(not can_recompute(trace, op) for op in again):
+        if not spared or not all(again_of[op] for op in again):
             continue
-        new = {t for t in leaves if t not in saved and trace.producer[t] >= 0}
-        new -= {t for t in new if trace.tensor_columns.role[t] in persistent}
-        if sum(int(size[t]) for t in new) < sum(int(size[t]) for t in spared):
+        new = [t for t in sorted(leaves) if t not in saved and producer[t] >= 0 and not persistent[t]]
+        if compared.are_fewer(new, sorted(spared)):
             found |= again
-            saved |= new
+            saved.update(new)
     return found
 
 
@@ -263,14 +248,14 @@ def _closure(trace: Trace, wanted: Collection[int], group: Collection[int]) -> t
             leaves.add(t)
         elif producer not in ops:
             ops.add(producer)
-            stack += trace.reads(producer)
+            stack += trace.distinct_reads[producer]
     return ops, leaves
 
 
-def can_recompute(trace: Trace, op: int) -> bool:
-    """Whether backward may compute an op once more: it draws nothing, and what it reads is as it was."""
-    c, replaces = trace.op_columns, trace.tensor_columns.replaces
-    if c.random[op] or any(replaces[t] >= 0 for t in trace.writes(op)):
-        return False
-    over = (int(trace.replaced_by[t]) for t in trace.reads(op))
-    return all(t < 0 or c.phase[trace.producer[t]] == UPDATE for t in over)
+def recomputable(trace: Trace) -> list[bool]:
+    """Per op whether backward may compute it once more: it draws nothing, and what it reads is as it was."""
+    c, replaces, over = trace.op_columns, trace.tensor_columns.replaces, trace.replaced_by
+    overwritten = (over >= 0) & (c.phase[trace.producer[over]] != UPDATE)
+    in_place = row_sums(c.write_start, (replaces >= 0)[c.write_ids].astype(np.int64))
+    gone = row_sums(c.read_start, overwritten[c.read_ids].astype(np.int64))
+    return (~c.random & (in_place == 0) & (gone == 0)).tolist()  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from functools import cached_property
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import PERSISTENT
+from sim.trace.op import KINDS
 from sim.trace.tensor import ROLE_CODE
 
 CHEAP = ("elementwise", "norm", "softmax", "loss", "copy", "codec", "reduce")
@@ -152,7 +153,9 @@ class _Builder:
         unread: Collection[int],
     ) -> None:
         self.index, self.trace, self.runtimes = index, index.trace, runtimes
-        self.columns = index.trace.op_columns
+        c = self.columns = index.trace.op_columns
+        columns = c.kind, c.random, c.flops, c.bytes, c.phase
+        self.kind, self.random, self.flops, self.touched, self.phase = (column.tolist() for column in columns)
         self.nodes: list[Node] = []
         self.is_backward: list[bool] = []
         self.leaves: list[bool] = []
@@ -171,7 +174,7 @@ class _Builder:
     def _enter(self, t: int, backward: Collection[int]) -> None:
         """What comes from outside: a gradient that nothing in forward reads belongs to backward."""
         role, producer = self.trace.tensor_columns.role[t], self.index.producer[t]
-        gradient = role == ROLE_CODE["gradient"] or (producer >= 0 and self.columns.phase[producer] == BACKWARD)
+        gradient = role == ROLE_CODE["gradient"] or (producer >= 0 and self.phase[producer] == BACKWARD)
         readers = [r for r in self.trace.readers(t) if r in self.inside]
         self.node_of[t] = len(self.nodes)
         self.nodes.append(Node(-1, t, self.index.size[t], static=bool(role in PERSISTENT)))
@@ -179,39 +182,41 @@ class _Builder:
         self.leaves.append(False)
 
     def _add(self, op: int, backward: bool, outputs: Collection[int]) -> None:
-        index, columns = self.index, self.columns
-        what = self.trace.ops[op]
+        index, c = self.index, self.columns
+        kind, random, size = KINDS[self.kind[op]], self.random[op], index.size
         reads, writes = [self.node_of[t] for t in index.reads[op]], index.writes[op]
-        made = sum(index.size[t] for t in writes)
-        joined = sum(index.size[t] for t in what.reads)  # one that it reads twice counts twice
-        joins = what.kind == "copy" and len(what.reads) > 1 and len(writes) == 1 and made == joined
-        cheap = what.kind in CHEAP and not what.random and not joins
-        counted = what.flops if what.counted is None else what.counted
-        runtime = float(max(counted, 1)) if what.kind in INTENSIVE else 1.0
+        made = sum([size[t] for t in writes])
+        copies = kind == "copy"
+        joins = False
+        if copies and len(writes) == 1:
+            twice = self.trace.reads(op)  # one that it reads twice counts twice
+            joins = len(twice) > 1 and made == sum([size[t] for t in twice])
+        cheap = kind in CHEAP and not random and not joins
+        runtime = float(max(c.counted.get(op, self.flops[op]), 1)) if kind in INTENSIVE else 1.0
         traits = {
             "allowed": cheap,
-            "fusible": cheap or what.random,
-            "intensive": what.kind in INTENSIVE,
-            "random": what.random,
-            "view": what.kind == "copy" and what.bytes == 0 and len(reads) == 1,
+            "fusible": cheap or random,
+            "intensive": kind in INTENSIVE,
+            "random": random,
+            "view": copies and self.touched[op] == 0 and len(reads) == 1,
             "joins": joins,
             "fixed": op in index.communicating or max(op + 1, self.last) > index.recomputable_until[op],
             "runtime": runtime if self.runtimes is None else float(self.runtimes(op)),
         }
-        whole = len(writes) > 1 and (not cheap or traits["view"] or what.kind == "reduce")
+        whole = len(writes) > 1 and (not cheap or traits["view"] or kind == "reduce")
         unread = not backward and not any(len(self.trace.readers(t)) for t in writes)
         if whole:
-            self.nodes.append(Node(op, -1, made, reads, **traits))  # type: ignore[arg-type]
+            self.nodes.append(Node(op, -1, made, reads, **traits))
             self.is_backward.append(backward)
             self.leaves.append(False)
             reads, traits = [len(self.nodes) - 1], {"part": True}
         for t in writes:
             readers = self.trace.readers(t)
-            leaves = t in outputs or any(r not in self.inside and columns.phase[r] == FORWARD for r in readers)
-            leaves |= unread or (what.kind == "loss" and not backward and bool(readers) and readers[0] >= self.first)
+            leaves = t in outputs or any(r not in self.inside and self.phase[r] == FORWARD for r in readers)
+            leaves |= unread or (kind == "loss" and not backward and bool(readers) and readers[0] >= self.first)
             if whole and not readers and not leaves:
                 continue
             self.node_of[t] = len(self.nodes)
-            self.nodes.append(Node(op, t, index.size[t], reads, **traits))  # type: ignore[arg-type]
+            self.nodes.append(Node(op, t, index.size[t], reads, **traits))
             self.is_backward.append(backward)
             self.leaves.append(leaves)

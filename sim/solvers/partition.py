@@ -90,25 +90,31 @@ class Partitioner:
 
     def cut(self, bans: Bans, allowed: Collection[int] = ()) -> tuple[list[int], list[int]]:
         """The nodes whose saving weighs least, and those that are banned; allowed: banned by no rule of `bans`."""
-        graph = self.graph
-        banned = self._banned(bans, allowed)
-        flow = Flow(2 + 2 * len(graph.nodes))
-        for i in banned:
-            flow.add(0, 2 + 2 * i, None)
-        for i, node in enumerate(graph.nodes):
-            enter, leave = 2 + 2 * i, 3 + 2 * i
-            if graph.backward[i]:
-                flow.add(enter, 1, None)
+        graph, banned = self.graph, self._banned(bans, allowed)
+        read, needed = [False] * len(graph.nodes), [False] * len(graph.nodes)  # by backward; by what is recomputed
+        for i in reversed(range(len(graph.nodes))):
+            if not graph.backward[i]:
+                users = [user for user in graph.users[i] if user != OUTSIDE]
+                read[i] = any(graph.backward[user] for user in users)
+                needed[i] = read[i] or any(needed[user] and user not in banned for user in users)
+        if any(read[i] and graph.nodes[i].tensor < 0 for i in banned):
+            raise OverflowError("no cut: what backward reads can neither be saved nor recomputed")
+        saved = {i for i in banned if read[i]}
+        # the rest is a network: from what is banned, by what may be recomputed, to what backward reads
+        inside = [i for i, wanted in enumerate(needed) if wanted and i not in saved]
+        place = {i: 2 + 2 * k for k, i in enumerate(inside)}  # where it enters; one further it leaves
+        flow = Flow(2 + 2 * len(inside))
+        for i, enter in place.items():
+            flow.add(0 if i in banned else enter, enter + 1, None if graph.nodes[i].tensor < 0 else self.weight(i))
+            if read[i]:
+                flow.add(enter + 1, 1, None)
                 continue
-            flow.add(enter, leave, None if node.tensor < 0 else self.weight(i))
             for user in graph.users[i]:
-                if user != OUTSIDE:
-                    flow.add(leave, 2 + 2 * user, None)
+                if user in place and user not in banned:
+                    flow.add(enter + 1, place[user], None)
         sink = flow.sink_side()
-        saved = [
-            i for i in range(len(graph.nodes)) if not graph.backward[i] and sink[3 + 2 * i] and not sink[2 + 2 * i]
-        ]
-        return saved, list(banned)
+        saved.update(i for i, enter in place.items() if sink[enter + 1] and (i in banned or not sink[enter]))
+        return sorted(saved), list(banned)
 
     def weight(self, node: int) -> int:
         """What saving a node counts: a tenth more per step from backward, twice where no kernel writes it anyway."""
@@ -181,7 +187,7 @@ class Partitioner:
         graph, order = self.graph, self.graph.order
         for used in order:
             users = [user for user in graph.users[used] if user != OUTSIDE and graph.required[user]]
-            if not users:
+            if len(users) < 2:  # none lies behind the first
                 continue
             first = self._first_unfused(users, max(order[user] for user in users))
             for user in users:

@@ -223,7 +223,7 @@ def fusing_only(trace: Trace, modules: set[str]) -> Trace:
     inside = [bool(modules & set(name.split("."))) for name in trace.op_columns.name]
     groups = [[op for op in group if inside[op]] for group in stream_groups(trace)]
     groups = [group for group in groups if group]
-    return fuse_streams(trace, recomputed_inside(trace, groups), groups, update=False, stack="fused")
+    return fuse_streams(trace, recomputed_inside(trace, groups), groups, update=False, stack="fused").trace
 
 
 def reading_each(trace: Trace) -> Trace:

@@ -209,7 +209,7 @@ def test_an_update_from_fp32_masters_touches_28_bytes_per_parameter():
     steps = b.tensor("steps", 4, "optimizer_state", shape=(), dtype="fp32")
     b.op("moments", "optimizer", reads=[g, *old[1:]], writes=new[1:], phase="update")
     b.op("step", "optimizer", reads=[w, old[0], *new[1:], steps], writes=[updated, new[0]], phase="update")
-    (op,) = fuse_streams(b.build(), (), [], update=True, stack="fused").ops
+    (op,) = fuse_streams(b.build(), (), [], update=True, stack="fused").trace.ops
     assert op.bytes == 28 * 8
 
 
