@@ -7,8 +7,9 @@ from typing import Annotated
 
 from sim.declared import OneOf
 from sim.plan import Plan, Problem
-from sim.policies.base import by_parameter
+from sim.policies.base import PlansFrom, by_parameter
 from sim.policies.recomputation import RecomputationPlanner
+from sim.policies.sharing import shared
 from sim.solvers.cuts import REGIONS, Cuts
 from sim.solvers.partition import AGGRESSIVE, Bans
 from sim.solvers.schedule import schedule_of
@@ -49,8 +50,16 @@ class MinCut(RecomputationPlanner):
     aggressive: bool = False
     regions: Annotated[str, OneOf(REGIONS)] = "graph"
 
+    @property
+    def plans_from(self) -> PlansFrom:  # type: ignore[override]
+        """What is kept after all depends on the budget."""
+        return "problem" if self.remove_unnecessary else "machine"
+
     def plan(self, problem: Problem) -> Plan:
         """Drops and recomputations."""
+        return shared(self, problem, lambda: self._plan(problem))
+
+    def _plan(self, problem: Problem) -> Plan:
         cuts = Cuts(problem, "min_cut", regions=self.regions, bans=AGGRESSIVE if self.aggressive else Bans())
         saved = cuts.saved()
         schedule = self.finished(problem, schedule_of(cuts.index, cuts.joint.reruns(saved.reruns), prune=True))

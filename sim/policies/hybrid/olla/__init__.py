@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt
 
 from sim.errors import PolicyError
 from sim.plan import Plan, Problem
-from sim.policies.base import Beside, Policy, by_parameter
+from sim.policies.base import Beside, PlansFrom, Policy, by_parameter
 from sim.policies.hybrid.olla.address_program import Placed, lowest
 from sim.policies.hybrid.olla.addresses import Lifetime, laid_out, lifetimes, most_live
 from sim.policies.hybrid.olla.graph import Graph, graph_of
@@ -19,6 +19,7 @@ from sim.policies.hybrid.olla.listing import by_net
 from sim.policies.hybrid.olla.order_program import Found, OrderProgram
 from sim.policies.hybrid.olla.trade import actions_of, host_of, movable, order_of, recomputable
 from sim.policies.hybrid.olla.trade_program import Trade, TradeProgram
+from sim.policies.sharing import shared
 from sim.policies.traits import Managed
 from sim.rewrites.holding import points, with_releases
 from sim.rewrites.order import as_early
@@ -114,8 +115,16 @@ class Olla(Policy):
         """Whether it may rematerialise."""
         return self.rematerialise
 
+    @property
+    def plans_from(self) -> PlansFrom:  # type: ignore[override]
+        """Whether anything is spilled or rematerialised depends on the budget."""
+        return "problem" if self.spill or self.rematerialise else "machine"
+
     def plan(self, problem: Problem) -> Plan:
         """The trace in its new order, and addresses where the tier has them."""
+        return shared(self, problem, lambda: self._plan(problem))
+
+    def _plan(self, problem: Problem) -> Plan:
         trace, index = problem.trace, index_of(problem)
         _check(problem)
         graph = graph_of(index, holds=self.holds)
