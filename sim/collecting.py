@@ -6,6 +6,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+COLLECT_EVERY = 250_000
+"""After so many ops a process that runs many jobs searches; most of what a job makes is kept, and each search passes
+over all of it."""
+
 
 @contextmanager
 def uncollected() -> Iterator[None]:

@@ -25,7 +25,7 @@ from typing import Any
 from sim.analysis.figure import Reference
 from sim.analysis.peak_memory import home_peak
 from sim.analysis.summary import summarize
-from sim.collecting import uncollected
+from sim.collecting import COLLECT_EVERY, uncollected
 from sim.errors import (
     Deadlock,
     IllegalPlan,
@@ -65,7 +65,6 @@ took longer than the study allows."""
 
 KEPT_OPS = 50_000  # of traces, of reference runs, of solvers' plans; the last one of each is kept however large
 KEPT_PLATFORMS = 256
-COLLECT_EVERY = 250_000  # ops run between two sweeps of the garbage collector
 LEAST_OPS = 500  # as how many each cell counts at least
 
 
@@ -84,8 +83,7 @@ class Bench:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Within, nothing but this searches for garbage, every `COLLECT_EVERY` ops: most of what a cell makes is kept,
-        and each search passes over it."""
+        """Within, nothing but this searches for garbage, every `COLLECT_EVERY` ops."""
         with uncollected():
             yield
 
