@@ -173,10 +173,9 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.names = names
 
-    def persistent_id(self, thing: Any) -> str | None:
-        return self.names.get(id(thing))
-
-    def reducer_override(self, thing: Any) -> Any:
+    def reducer_override(self, thing: Any) -> Any:  # not `persistent_id`, which is asked about every number, too
+        if (name := self.names.get(id(thing))) is not None:
+            return _shared, (name,)
         return (MappingProxyType, (dict(thing),)) if isinstance(thing, MappingProxyType) else NotImplemented
 
 
@@ -185,8 +184,15 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self.shared = shared
 
-    def persistent_load(self, name: str) -> Any:
-        return self.shared[name]
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (_shared.__module__, _shared.__name__):
+            return self.shared.__getitem__
+        return super().find_class(module, name)
+
+
+def _shared(name: str) -> Any:
+    """Stands in a pickle for the object that goes by this name where it is read."""
+    raise pickle.UnpicklingError(f"{name}: known to nobody here")
 
 
 def _names(setting: Setting, policy: Policy | None = None) -> list[tuple[str, Any]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar
 
 
@@ -12,4 +15,11 @@ class Pickled:
     __match_args__: ClassVar[tuple[str, ...]] = ()
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), tuple(getattr(self, each) for each in self.__match_args__)
+        return type(self), _fields(type(self))(self)
+
+
+@cache
+def _fields(kind: type[Pickled]) -> Callable[[Pickled], tuple[Any, ...]]:
+    """What gives the fields of such a value."""
+    names = kind.__match_args__
+    return attrgetter(*names) if len(names) > 1 else lambda value: tuple(getattr(value, name) for name in names)
