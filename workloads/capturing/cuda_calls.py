@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib import import_module
 from typing import Any
-from unittest.mock import patch
 
 from workloads.capturing.places import is_installed
 
@@ -154,6 +153,8 @@ def answered(device: str, assumed: Callable[[str], None]) -> Iterator[None]:
     answers: dict[str, Any] = {**dict.fromkeys(NOTHING, _nothing), **dict.fromkeys(ZERO, _zero), "Event": Event}
     answers |= {"Stream": Stream, "CUDAGraph": CUDAGraph, "current_stream": _stream, "default_stream": _stream}
     answers |= {"set_stream": _nothing, "stream": _within, "graph": CUDAGraph}
+    from unittest.mock import patch  # brings asyncio with it
+
     with ExitStack() as stack:
         for name, answer in answers.items():
             inner, _, name = name.rpartition(".")

@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 from workloads.capturing.cuda_calls import goes_to_gpu
 from workloads.capturing.packed import HOST
@@ -97,6 +96,8 @@ def made_under_fake_tensors(assumed: Callable[[str], None], all_numbers: bool = 
         # modules exchange the contents of fake parameters, unless a weak reference to one is known; the mode has them
         (torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda _: [])),
     )
+    from unittest.mock import patch  # brings asyncio with it
+
     with ExitStack() as stack:
         for owner, name, answer in answers:
             stack.enter_context(patch.object(owner, name, answer))

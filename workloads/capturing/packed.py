@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
-from unittest.mock import patch
 
 MOST = 1 << 16
 """Elements of a tensor whose values are followed."""
@@ -151,6 +150,8 @@ def padded_again() -> Iterator[None]:
         with _without_modes():
             setattr(lengths, VALUES, (sizes.unsqueeze(0) > torch.arange(counts[0]).unsqueeze(1)).sum(1))
         return (out.transpose(0, 1) if batch_first else out), lengths
+
+    from unittest.mock import patch  # brings asyncio with it
 
     with patch.object(import_module("torch._VF"), "_pad_packed_sequence", padded):
         yield

@@ -15,7 +15,6 @@ from importlib import import_module
 from inspect import signature
 from math import prod
 from typing import Any
-from unittest.mock import patch
 
 from sim.errors import TiersimError, WorkloadError
 from workloads.capturing import asked, packed
@@ -209,6 +208,8 @@ class Recorder:
         """Observe modules, optimizers and dispatched ops while the context lasts."""
         modules = import_module("torch.nn.modules.module")
         optimizers = import_module("torch.optim.optimizer")
+        from unittest.mock import patch  # brings asyncio with it
+
         with ExitStack() as stack:
             stack.callback(lambda: self.calls.close())
             for handle in (

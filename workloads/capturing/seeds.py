@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 NOTE = "what the script draws with random or NumPy is drawn from seed 0"
 
@@ -29,6 +28,8 @@ def seeded(assumed: Callable[[str], None]) -> Iterator[None]:
         if seed is None:
             assumed(NOTE)
         return made(0 if seed is None else seed)
+
+    from unittest.mock import patch  # brings asyncio with it
 
     try:
         with patch.object(numpy.random, "default_rng", default_rng):

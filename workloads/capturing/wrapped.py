@@ -13,7 +13,6 @@ from collections.abc import Callable
 from inspect import signature
 from itertools import chain
 from typing import Any
-from unittest.mock import patch
 
 SWITCH, FUNCTION = "enable_gradient_checkpointing", "gradient_checkpointing_func"
 TIMM_SWITCH, TIMM = "set_grad_checkpointing", "timm.models._manipulate"
@@ -32,6 +31,8 @@ class WrappedParts:
         self._switched = [part for part in root.modules() if _has_switch(part)]
         for model in self._switched:
             model.enable_gradient_checkpointing(self._note)
+        from unittest.mock import patch  # brings asyncio with it
+
         self._patches: list[Any] = []
         self._switched_of_timm = [part for part in root.modules() if _has_switch_of_timm(part)]
         for model in self._switched_of_timm:
