@@ -27,7 +27,6 @@ from sim.hardware.ideal import ideal_ns
 from sim.hardware.platform import Platform
 from sim.hardware.profile import load_profile
 from sim.log import CAUSE, EventLog
-from sim.rewrites.holding import with_releases
 from sim.solvers.moment_bound import NothingFits, movable, program_of
 from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.solvers.trip import trip
@@ -228,11 +227,7 @@ def _not_planned_for(trace: Trace, platform: Platform, max_ops: int) -> str:
 
 def _same_ops(trace: Trace, other: Trace) -> bool:
     """Whether two traces are equal but for how long the program holds tensors, which the bound leaves out."""
-    if trace is other or trace.content_hash == other.content_hash:
-        return True
-    if len(trace.op_columns.name) != len(other.op_columns.name):
-        return False
-    return with_releases(trace, ()).content_hash == with_releases(other, ()).content_hash
+    return trace is other or trace.is_but_for_releases(other)
 
 
 def _named(role: int) -> str:

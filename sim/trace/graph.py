@@ -177,8 +177,12 @@ class Trace(Graph):
             if known is not None:
                 known[ENDS] = ends
         digest.update(ends)
-        digest.update(json.dumps(dict(self.meta), sort_keys=True, default=str).encode())
+        digest.update(self._facts().encode())
         return digest.hexdigest()
+
+    def _facts(self) -> str:
+        """`meta` as it is hashed."""
+        return json.dumps(dict(self.meta), sort_keys=True, default=str)
 
     def _differs_in_sizes_alone(self, other: Trace) -> bool:
         """Whether it shares all columns but those of sizes with a trace, and what is kept and carried."""
@@ -198,6 +202,20 @@ class Trace(Graph):
         mine, theirs = vars(self.op_columns), vars(other.op_columns)
         return self.tensor_columns is other.tensor_columns and all(
             column is theirs[name] for name, column in mine.items() if name != "releases"
+        )
+
+    def is_but_for_releases(self, other: Trace) -> bool:
+        """Whether it is equal to a trace but for where the program releases tensors."""
+        pairs = ((self.tensor_columns, other.tensor_columns), (self.op_columns, other.op_columns))
+        return (
+            (self.outputs, self.carry) == (other.outputs, other.carry)
+            and all(
+                _are_equal(column, vars(there)[name])
+                for here, there in pairs
+                for name, column in vars(here).items()
+                if name not in ("axes", "releases")
+            )
+            and self._facts() == other._facts()
         )
 
     def _default_outputs(self) -> tuple[int, ...]:
@@ -234,6 +252,13 @@ class Trace(Graph):
         words = [str(self.meta.get("model", "trace"))]
         words += [f"{key} {self.meta[key]}" for key in ("batch", "sequence", "precision") if key in self.meta]
         return f"<Trace {', '.join(words)}: {len(self.op_columns.name)} ops, {len(self.tensor_columns.name)} tensors>"
+
+
+def _are_equal(column: Any, other: Any) -> bool:
+    """Whether two columns of the same name have the same values."""
+    if isinstance(column, np.ndarray):
+        return column.dtype == other.dtype and np.array_equal(column, other)
+    return column == other if isinstance(column, Mapping) else tuple(column) == tuple(other)
 
 
 def _to_hash(key: str, column: Any) -> bytes:
