@@ -109,19 +109,22 @@ def write_text(path: Path, text: str) -> Path:
     return write_aside(path, write)
 
 
-def write_run(result: Result, folder: Path, *, about: Mapping[str, Any], figures: str = "png") -> list[Path]:
+def write_run(
+    result: Result, folder: Path, *, about: Mapping[str, Any], figures: str = "png", view: bytes | None = None
+) -> list[Path]:
     """summary.json, view.json.gz, the timeline of one run, and its figures `memory` and `lanes`.
 
     figures: their format, "" for none.
+    view: the saved view of the run, where it has been made.
     """
     from sim.report.timeline import write_timeline
-    from sim.views import NAME, write_view
+    from sim.views import NAME, packed_view, write_packed
 
     name = "timeline.pftrace.gz" if len(result.log.intervals) > LARGE_TIMELINE else "timeline.pftrace"
     error = {"measured_error": statement_errors(result.platform.name, STATED)}
     written = [
         write_text(folder / "summary.json", to_json({**about, **result.summary(), **error}) + "\n"),
-        write_view(result, folder / NAME),
+        write_packed(view or packed_view(result), folder / NAME),
         write_timeline(result.log, folder / name),
     ]
     if figures:
@@ -158,16 +161,17 @@ def write_comparison(
         record["bound"] = comparison.bound.text()
     record["measured_error"] = statement_errors(comparison.platform.name, STATED)
     written.append(write_text(folder / "comparison.json", to_json(record) + "\n"))
-    ran = {**comparison.attempts, **comparison.results}
+    ran, views = {**comparison.attempts, **comparison.results}, dict(comparison.views)
     for i, row in enumerate(comparison.rows):
         if (name := row["policy"]) in ran:
-            packed = comparison.views.get(name) or packed_view(ran[name], title=name)
-            written.append(write_packed(packed, row_view(folder, i)))
+            if name not in views:
+                views[name] = packed_view(ran[name], title=name)
+            written.append(write_packed(views[name], row_view(folder, i)))
     if figures:
         from sim.report.draw import save_figure
 
         written.append(save_figure(comparison.plot(), folder / f"comparison.{figures}"))
     if (fastest := comparison.fastest) is not None:
         best = comparison.results[fastest]
-        written += write_run(best, folder, about={**about, "policy": fastest}, figures=figures)
+        written += write_run(best, folder, about={**about, "policy": fastest}, figures=figures, view=views[fastest])
     return written
