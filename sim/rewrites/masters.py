@@ -71,9 +71,10 @@ def updated_weights(trace: Trace) -> dict[int, Updated]:
 
 def gradients_replaced(trace: Trace) -> dict[int, int]:
     """Per new 16-bit weight that is written from a master the gradient whose place it could take instead."""
-    t, found = trace.tensor_columns, dict[int, int]()
-    for w, (g, new, op) in updated_weights(trace).items():
-        if t.replaces[new] == w and w in held_weights(trace, trace.reads(op), trace.writes(op)):
+    t, found, updated = trace.tensor_columns, dict[int, int](), updated_weights(trace)
+    held = {op: held_weights(trace, trace.reads(op), trace.writes(op)) for op in {op for _, _, op in updated.values()}}
+    for w, (g, new, op) in updated.items():
+        if t.replaces[new] == w and w in held[op]:
             found[new] = g
     return found
 
