@@ -55,6 +55,8 @@ class Lanes:
 
     def earliest(self, route: Sequence[int], after: int, ns: int) -> int:
         """The earliest start of a gap that all links of a route have."""
+        if ns and len(route) == 1:
+            return self._lanes[route[0]].earliest(after, ns)
         while ns:
             found = max(self._lanes[link].earliest(after, ns) for link in route)
             if found == after:
@@ -64,6 +66,8 @@ class Lanes:
 
     def latest(self, route: Sequence[int], before: int, ns: int) -> int:
         """The latest start of a gap that all have and that ends by `before`; it may be negative."""
+        if ns and len(route) == 1:
+            return self._lanes[route[0]].latest(before, ns)
         while ns:
             found = min(self._lanes[link].latest(before, ns) for link in route) + ns
             if found == before:

@@ -123,14 +123,15 @@ class Schedule:
 
     def _best(self, period: Period) -> tuple[float, Trip] | None:
         """The trip for a period and its score, None where none helps."""
-        trips = [self._trip(period, level) for level in range(len(self._vitality.levels))]
-        scored = [(self._area(trip), trip) for trip in trips if trip is not None]
-        most = max((area for area, _ in scored), default=0.0)
+        levels = range(len(self._vitality.levels))
+        trips = [trip for level in levels if (trip := self._trip(period, level)) is not None]
+        areas = list(map(self._area, trips))
+        most = max(areas, default=0.0)
         if not most:
             return None
-        good = [(area, trip) for area, trip in scored if area >= NEAR * most]
-        area, trip = good[-1 if self._deep else 0]
-        return area / min(one.out_ns + one.in_ns + 1 for _, one in scored), trip
+        good = [i for i, area in enumerate(areas) if area >= NEAR * most]
+        i = good[-1 if self._deep else 0]
+        return areas[i] / min([trip.out_ns + trip.in_ns + 1 for trip in trips]), trips[i]
 
     def _trip(self, period: Period, level: int) -> Trip | None:
         """The trip with the earliest copy out and the latest copy in that the links have time for; None for none."""
