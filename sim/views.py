@@ -17,7 +17,8 @@ from sim.pages import run_view
 from sim.regular_files import MOST_BYTES, read_file
 from sim.report.files import write_aside
 from sim.report.page import SavedView
-from sim.report.page.run import run_data
+from sim.report.page.run import run_data, trace_data
+from sim.trace.kept import kept
 
 NAME = "view.json.gz"
 FORMAT, VERSION = "tiersim view", 1
@@ -57,13 +58,19 @@ def write_packed(packed: bytes, path: Path) -> Path:
 
 def packed_view(result: Result, *, title: str = "") -> bytes:
     """The content of the file of a view."""
-    record = {"format": FORMAT, "version": VERSION, "view": run_data(run_view(result, title=title))}
-    text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
+    view, trace = run_data(run_view(result, title=title)), result.log.trace
+    known = kept(trace, "view", None, lambda: {key: _json(value) for key, value in trace_data(trace).items()})
+    parts = (f"{_json(key)}:{known[key] if key in known else _json(value)}" for key, value in view.items())
+    text = f'{{"format":{_json(FORMAT)},"version":{_json(VERSION)},"view":{{{",".join(parts)}}}}}'
 
     packed = BytesIO()
     with gzip.GzipFile(filename="", mode="wb", fileobj=packed, mtime=0, compresslevel=6) as out:
-        out.write(text)
+        out.write(text.encode())
     return packed.getvalue()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def read_view(path: Path, **about: Any) -> SavedView:

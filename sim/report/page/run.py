@@ -20,6 +20,8 @@ from sim.report.error_bars import error_lines
 from sim.report.footer import INCLUDES, LEAVES_OUT, Footer, footer_lines, notes_beside, warnings
 from sim.report.table import summary_lines
 from sim.report.tracks import Scene
+from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.op import KINDS, PHASES
 from sim.trace.tensor import ROLES
 
@@ -95,7 +97,6 @@ def run_data(view: RunView | SavedView) -> dict[str, Any]:
     if isinstance(view, SavedView):
         return dict(view.data)
     log, footer, platform = view.log, view.footer, view.log.platform
-    ops, tensors = log.trace.op_columns, log.trace.tensor_columns
     return {
         "title": view.title,
         "workload": footer.workload,
@@ -124,23 +125,35 @@ def run_data(view: RunView | SavedView) -> dict[str, Any]:
         "kinds": list(KINDS),
         "phases": list(PHASES),
         "roles": list(ROLES),
-        "ops": {
-            "name": list(ops.name),
-            "kind": ops.kind.tolist(),
-            "phase": ops.phase.tolist(),
-            "layer": ops.layer.tolist(),
-        },
-        "tensors": {
-            "name": list(tensors.name),
-            "role": tensors.role.tolist(),
-            "layer": tensors.layer.tolist(),
-            "bytes": tensors.bytes.tolist(),
-        },
+        **trace_data(log.trace),
         "lanes": _lanes(log),
         "tiers": [_tier(log, number) for number in range(len(platform.tiers))],
         "stalls": [list(row) for row in stall_rows(log, None)],
         "traffic": [[t.link, t.bytes, t.transfers, t.busy_ns, t.busy, t.utilisation] for t in traffic(log)],
     }
+
+
+def trace_data(trace: Trace) -> Mapping[str, Any]:
+    """What the page shows of the trace, the same for all runs of it."""
+
+    def make() -> dict[str, Any]:
+        ops, tensors = trace.op_columns, trace.tensor_columns
+        return {
+            "ops": {
+                "name": list(ops.name),
+                "kind": ops.kind.tolist(),
+                "phase": ops.phase.tolist(),
+                "layer": ops.layer.tolist(),
+            },
+            "tensors": {
+                "name": list(tensors.name),
+                "role": tensors.role.tolist(),
+                "layer": tensors.layer.tolist(),
+                "bytes": tensors.bytes.tolist(),
+            },
+        }
+
+    return kept(trace, "trace_data", None, make)
 
 
 def _unwrapped(doc: str) -> str:
