@@ -28,6 +28,8 @@ from sim.rows import Answer, Setting, answer, failed
 
 BOUND = "bound"
 """The task of the least time that any plan takes."""
+PROGRAMS = ("lp", "milp", "milp+dp")
+"""Solvers of the library that the bound needs, too, and that takes long to import: so one process has them first."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def answers(
             except Exception as error:  # whatever the objects of a user's policy raise
                 yield i, None, _line(error)
                 continue
-            tasks.append(Job(task, group=str(i)))
+            tasks.append(Job(task, group=BOUND if request.policy.solver in PROGRAMS else str(i)))
         with stopping(Local(jobs, bench="sim.parallel:Bench").run(tasks)) as outcomes:
             for id, outcome in outcomes:
                 if id == BOUND:
