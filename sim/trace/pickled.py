@@ -15,11 +15,10 @@ class Pickled:
     __match_args__: ClassVar[tuple[str, ...]] = ()
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), _fields(type(self))(self)
+        return type(self), _reader(self.__match_args__)(self)
 
 
 @cache
-def _fields(kind: type[Pickled]) -> Callable[[Pickled], tuple[Any, ...]]:
-    """What gives the fields of such a value."""
-    names = kind.__match_args__
+def _reader(names: tuple[str, ...]) -> Callable[[object], tuple[Any, ...]]:
+    """What reads the fields of these names."""
     return attrgetter(*names) if len(names) > 1 else lambda value: tuple(getattr(value, name) for name in names)
