@@ -17,7 +17,7 @@ from sim.trace.tensor import ROLES, Tensor
 
 FROM_READS_AND_WRITES = (
     *("distinct_reads", "all_writes", "producer", "replaced_by", "read_counts", "first_read", "last_use"),
-    *("_readers", "_reader_lists", "_tensor_ids"),
+    *("_readers", "_reader_lists", "_read_lists", "_write_lists", "_tensor_ids"),
 )
 """What is derived from the tensors and from which op reads and writes them, and from nothing else of ops."""
 
@@ -194,13 +194,13 @@ class Graph:
 
     def reads(self, op: int) -> tuple[int, ...]:
         """Ids of the tensors that an op reads."""
-        c = self.op_columns
-        return tuple(c.read_ids[c.read_start[op] : c.read_start[op + 1]].tolist())
+        start, ids = self._read_lists
+        return tuple(ids[start[op] : start[op + 1]])
 
     def writes(self, op: int) -> tuple[int, ...]:
         """Ids of the tensors that an op writes."""
-        c = self.op_columns
-        return tuple(c.write_ids[c.write_start[op] : c.write_start[op + 1]].tolist())
+        start, ids = self._write_lists
+        return tuple(ids[start[op] : start[op + 1]])
 
     def readers(self, tensor: int) -> tuple[int, ...]:
         """Ids of the ops that read a tensor, in program order."""
@@ -345,6 +345,18 @@ class Graph:
         """The same as lists, since planners ask for the readers of one tensor after the other."""
         start, ids = self._readers
         return start.tolist(), ids.tolist()
+
+    @cached_property
+    def _read_lists(self) -> tuple[list[int], list[int]]:
+        """The columns of reads as lists, since rewrites ask for those of one op after the other."""
+        c = self.op_columns
+        return c.read_start.tolist(), c.read_ids.tolist()
+
+    @cached_property
+    def _write_lists(self) -> tuple[list[int], list[int]]:
+        """The same of writes."""
+        c = self.op_columns
+        return c.write_start.tolist(), c.write_ids.tolist()
 
     @cached_property
     def _op_ids(self) -> dict[str, int]:

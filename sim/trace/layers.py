@@ -16,16 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.kept import kept
 from sim.trace.phases import BACKWARD, FORWARD, Ints, backward_ops, forward_ops
 
 
 def op_layers(trace: Trace) -> Ints:
     """Per op its layer: its own, or the highest of the tensors that it produces where it has none; -1 for no layer."""
-    c = trace.op_columns
-    highest = np.full(len(c.name), -1, np.int64)
-    writers = np.repeat(np.arange(len(c.name)), np.diff(c.write_start))
-    np.maximum.at(highest, writers, trace.tensor_columns.layer[c.write_ids])
-    return np.where(c.layer >= 0, c.layer, highest)
+
+    def make() -> Ints:
+        c = trace.op_columns
+        highest = np.full(len(c.name), -1, np.int64)
+        writers = np.repeat(np.arange(len(c.name)), np.diff(c.write_start))
+        np.maximum.at(highest, writers, trace.tensor_columns.layer[c.write_ids])
+        found = np.where(c.layer >= 0, c.layer, highest)
+        found.setflags(write=False)
+        return found
+
+    return kept(trace, "op_layers", None, make)
 
 
 def has_layers(trace: Trace) -> bool:
