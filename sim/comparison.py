@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +17,7 @@ from sim.experiment import Result, budget_of, check_iterations, check_replay, ch
 from sim.hardware.platform import Platform
 from sim.layout import Layout, lay_out
 from sim.least_time import LowerBound, lower_bound
-from sim.parallel import Request, answers
+from sim.parallel import BENCH, Request, answers
 from sim.policies import label as label_of
 from sim.policies import load, names
 from sim.policies.base import Policy
@@ -28,6 +29,8 @@ from sim.trace.graph import Trace
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+    from sim.sweeps.pool import Local
 
 Asked = str | tuple[str, Mapping[str, Any]] | Policy | type[Policy]
 
@@ -218,15 +221,38 @@ def compare(
     setting = Setting(
         trace, machine, budget, seed, iterations, recompute_limit, find_floor, time_limit_s, most_actions, views
     )
-    requests = [_request(each) for each in _listed(policies)]
-    work = _Work(setting, requests, apply_all=policies is not None, on_progress=on_progress, bound=bound)
-    try:
-        work.refuse()
-        work.run(jobs)
-    except KeyboardInterrupt:
-        raise Interrupted(work.comparison(interrupted=True)) from None
+    asked = _listed(policies)
+    with _workers(jobs, len(asked) * len(trace.op_columns.name), len(asked)) as workers:
+        requests = [_request(each) for each in asked]
+        work = _Work(setting, requests, apply_all=policies is not None, on_progress=on_progress, bound=bound)
+        try:
+            work.refuse()
+            work.run(jobs, workers)
+        except KeyboardInterrupt:
+            raise Interrupted(work.comparison(interrupted=True)) from None
     found = work.comparison()
     return bounded(found, setting.limited, work.bound) if bound else found
+
+
+@contextmanager
+def _workers(jobs: int | None, work: int, most: int) -> Iterator[Local | None]:
+    """Processes that get ready while this one loads policies, None for a comparison that may need none.
+
+    work: policies times ops. most: how many can have something to do.
+    """
+    if jobs == 1 or (jobs is None and work <= LITTLE):
+        yield None
+        return
+    from sim.sweeps.pool import Local, usable_cpus
+
+    count = min(usable_cpus() if jobs is None else jobs, most)
+    workers = Local(count, bench=BENCH)
+    if count > 1:
+        workers.start()
+    try:
+        yield workers if count > 1 else None
+    finally:
+        workers.close()
 
 
 def bounded(comparison: Comparison, limited: Platform, bound: LowerBound | None = None) -> Comparison:
@@ -287,10 +313,12 @@ class _Work:
                 self.refused += 1
                 self.note(i, Answer(row))
 
-    def run(self, jobs: int | None) -> None:
+    def run(self, jobs: int | None, workers: Local | None = None) -> None:
         """Answer for all others: in other processes, then here for those that these could not load.
 
         Where one process is enough, only what may keep one from going on has another, and comes last.
+
+        workers: processes that are getting ready.
         """
         todo = self.open
         if jobs is None:
@@ -306,9 +334,11 @@ class _Work:
         if todo:
             todo.sort(key=lambda i: -_effort(self.requests[i].policy))  # what takes long must not begin last
             from sim.sweeps.execute import stopping
+            from sim.sweeps.pool import Local
 
             asked, wants_bound = [self.requests[i] for i in todo], self.wants_bound and count > 1
-            with stopping(answers(asked, self.setting, count, bound=wants_bound)) as found:
+            chosen = workers if workers is not None and count > 1 else Local(count, bench=BENCH)
+            with stopping(answers(asked, self.setting, chosen, bound=wants_bound)) as found:
                 for position, answer, why in found:
                     if isinstance(answer, LowerBound):
                         self.bound = answer

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sim.collecting import COLLECT_EVERY, uncollected
 from sim.experiment import reference_for
@@ -26,6 +26,11 @@ from sim.policies import admit_source, executed_source, is_shipped, load, policy
 from sim.policies.base import Policy
 from sim.rows import Answer, Setting, answer, failed
 
+if TYPE_CHECKING:
+    from sim.sweeps.pool import Local
+
+BENCH = "sim.parallel:Bench"
+"""What runs requests in each process, see `sim.sweeps.process.Worker`."""
 BOUND = "bound"
 """The task of the least time that any plan takes."""
 PROGRAMS = ("lp", "milp", "milp+dp")
@@ -53,17 +58,17 @@ class Request:
 
 
 def answers(
-    requests: Sequence[Request], setting: Setting, jobs: int, *, bound: bool = False
+    requests: Sequence[Request], setting: Setting, workers: Local, *, bound: bool = False
 ) -> Iterator[tuple[int, Answer | LowerBound | None, str]]:
     """Positions of requests with their answers as they come; without an answer, why there is none.
 
+    workers: processes that run `BENCH`.
     bound: whether the least time that any plan takes is asked for, too; it comes as if it were the answer to the
         request after the last, or not at all where a process cannot compute it.
 
     Closing the iterator stops all processes.
     """
     from sim.sweeps.execute import Job, stopping
-    from sim.sweeps.pool import Local
 
     with tempfile.TemporaryDirectory(prefix="tiersim-") as name:
         folder = Path(name)
@@ -77,7 +82,7 @@ def answers(
                 yield i, None, _line(error)
                 continue
             tasks.append(Job(task, group=BOUND if request.policy.solver in PROGRAMS else str(i)))
-        with stopping(Local(jobs, bench="sim.parallel:Bench").run(tasks)) as outcomes:
+        with stopping(workers.run(tasks)) as outcomes:
             for id, outcome in outcomes:
                 if id == BOUND:
                     if outcome.get("why") == "":

@@ -22,12 +22,13 @@ from sim.errors import PolicyError, TiersimError, UnitError
 from sim.experiment import reference_run, simulate
 from sim.floors import state_in
 from sim.outputs import write_comparison
-from sim.parallel import Bench, Request, answers
+from sim.parallel import BENCH, Bench, Request, answers
 from sim.plan import Plan
 from sim.policies.base import Policy
 from sim.report.cells import key_lines, ordered, standings, state_lines
 from sim.report.table import comparison_text
 from sim.rows import Setting
+from sim.sweeps.pool import Local
 from sim.trace.graph import Trace
 from tests.test_cli import tiersim
 from workloads import synthetic, transformer
@@ -162,7 +163,7 @@ def test_what_differs_in_another_process_would_be_seen(monkeypatch):
     """A planted fault: an answer of the process for another policy than the one asked for."""
     setting = Setting(TRACE, PLATFORM)
     requests = [Request(name, name, {}, load_policy(name)) for name in ("keep_all", "full_recompute")]
-    found = {i: answer for i, answer, _ in answers(requests, setting, 1)}
+    found = {i: answer for i, answer, _ in answers(requests, setting, Local(1, bench=BENCH))}
     serial = compare(TRACE, PLATFORM, ["keep_all", "full_recompute"])
     for i, row in enumerate(serial.rows):
         assert found[i].row["makespan_ns"] == row["makespan_ns"]

@@ -58,8 +58,12 @@ class Local:
                 self._idle = pool.release()
             pool.stop()
 
+    def start(self) -> None:
+        """Start all processes; the next `run` hands jobs to each as it gets ready."""
+        self._idle += [Worker(bench=self.bench) for _ in range(self.jobs - len(self._idle))]
+
     def close(self) -> None:
-        """End the processes that were kept."""
+        """End the processes that were started or kept."""
         while self._idle:
             self._idle.pop().close()
 
