@@ -67,7 +67,7 @@ class Schedule:
         self._took = took.astype(np.float64)
         self._ends: list[int] = self.end.tolist()
         self._starts: list[int] = [0, *self._ends]  # the last one is the end of the iteration
-        self._over: Ints = np.maximum(self.load - vitality.capacity, 0)  # bytes above the capacity
+        self._over = np.maximum(self.load - vitality.capacity, 0).astype(np.float64)  # bytes above the capacity
         self._away: list[Ints] = [np.zeros(len(took), np.int64) for _ in vitality.levels]
         self._lanes = Lanes()
         self._clean: set[Period] = set()
