@@ -69,6 +69,7 @@ class Schedule:
         self._starts: list[int] = [0, *self._ends]  # the last one is the end of the iteration
         self._over = np.maximum(self.load - vitality.capacity, 0).astype(np.float64)  # bytes above the capacity
         self._away: list[Ints] = [np.zeros(len(took), np.int64) for _ in vitality.levels]
+        self._most_away = [0] * len(self._away)
         self._lanes = Lanes()
         self._clean: set[Period] = set()
         self._times: dict[tuple[int, tuple[int, ...]], int] = {}  # of copies, by bytes and route
@@ -136,13 +137,18 @@ class Schedule:
     def _trip(self, period: Period, level: int) -> Trip | None:
         """The trip with the earliest copy out and the latest copy in that the links have time for; None for none."""
         tier = self._vitality.levels[level]
-        out_ns = 0 if period in self._clean else self._copy_ns(period, tier.out)
+        out_ns = 0 if self._clean and period in self._clean else self._copy_ns(period, tier.out)
         in_ns = 0 if period.right == len(self._ends) else self._copy_ns(period, tier.back)
         out_at = self._lanes.earliest(tier.out, self._ends[period.left] if period.left >= 0 else 0, out_ns)
         in_at = self._lanes.latest(tier.back, self._starts[period.right], in_ns)
         gone = max(bisect_left(self._starts, out_at + out_ns), period.left + 1)
         back = bisect_right(self._starts, in_at) - 1
-        if back <= gone or int(np.maximum.reduce(self._away[level][gone:back])) + period.bytes > tier.spare:
+        if back <= gone:
+            return None
+        most = self._most_away[level]  # in all: most tiers never fill
+        if most + period.bytes > tier.spare:
+            most = int(np.maximum.reduce(self._away[level][gone:back]))
+        if most + period.bytes > tier.spare:
             return None
         return Trip(period, level, out_at, in_at, out_ns, in_ns, gone, back)
 
@@ -179,6 +185,7 @@ class Schedule:
         self.load[here] += bytes
         self._over[here] = np.maximum(self.load[here] - self._vitality.capacity, 0)
         self._away[trip.level][here] -= bytes
+        self._most_away[trip.level] = int(self._away[trip.level].max(initial=0))
 
     def _prune(self, fixed: Collection[Period]) -> None:
         """Forget trips that others have made superfluous, the largest first."""
