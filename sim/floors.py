@@ -16,6 +16,7 @@ from sim.hardware.platform import Platform
 from sim.log import CAUSE, EventLog
 from sim.plan import Move, Plan
 from sim.policies.base import MANAGED_AS, Policy
+from sim.trace.columns import distinct
 from sim.trace.graph import Trace
 from sim.trace.op import PHASE_CODE
 from sim.trace.tensor import ROLES
@@ -110,7 +111,7 @@ def largest_op(trace: Trace, platform: Platform) -> tuple[str, int]:
     for op in np.flatnonzero(c.phase != PHASE_CODE["update"]).tolist():
         reads = c.read_ids[c.read_start[op] : c.read_start[op + 1]]
         writes = c.write_ids[c.write_start[op] : c.write_start[op + 1]]
-        held = int(t.bytes[np.unique(root[np.concatenate((reads, writes))])].sum()) + int(c.workspace[op])
+        held = int(t.bytes[distinct(root[np.concatenate((reads, writes))])].sum()) + int(c.workspace[op])
         if held > most:
             most, name = held, c.name[op]
     return name, most

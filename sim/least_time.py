@@ -30,6 +30,7 @@ from sim.log import CAUSE, EventLog
 from sim.solvers.moment_bound import NothingFits, movable, program_of
 from sim.solvers.schedule import TraceIndex, schedule_of
 from sim.solvers.trip import trip
+from sim.trace.columns import distinct
 from sim.trace.graph import Trace
 from sim.trace.tensor import ROLE_CODE, ROLES
 from sim.units import format_bytes, format_percent, format_time, to_bytes
@@ -107,16 +108,16 @@ class LowerBound:
         role, size = self.trace.tensor_columns.role, self.trace.tensor_columns.bytes
         moves = (why == MOVE) & (tensor >= 0)
         moved = tensor[moves]
-        for other in np.unique(role[moved[~self._may_leave[moved]]]).tolist():
+        for other in distinct(role[moved[~self._may_leave[moved]]]).tolist():
             yield f"copies {_named(other)}"
         if (log.interval("bytes")[moves] < size[moved]).any():
             yield "compresses what it copies"
         tier, changed, cause = (log.change(name) for name in ("tier", "tensor", "cause"))
         born = np.isin(cause, (CAUSE["placed"], CAUSE["made"])) & (changed >= 0) & (tier != self._near[0])
-        for other in np.unique(role[changed[born]]).tolist():
+        for other in distinct(role[changed[born]]).tolist():
             yield f"places {_named(other)} elsewhere"
         arrived = tier[cause == CAUSE["moved in"]]
-        for other in np.unique(arrived[~np.isin(arrived, self._near)]).tolist():
+        for other in distinct(arrived[~np.isin(arrived, self._near)]).tolist():
             yield f"copies to {self.platform.tiers[other].name!r}"
         if not self._index.gradient_ops.isdisjoint(op[why == RECOMPUTE].tolist()):
             yield "recomputes weight gradients"

@@ -152,7 +152,7 @@ def _memory_bound(log: EventLog, times: OpTimes, tier: str) -> tuple[int, int, i
     if not count:
         return 0, 0, -1
     worst = int(np.argmax(working + alive))
-    held = np.unique(np.concatenate((trace.reads(worst), trace.writes(worst))).astype(np.int64))
+    held = distinct(np.concatenate((trace.reads(worst), trace.writes(worst))).astype(np.int64))
     own = int(size[held[storage_is_pinned[held]]].sum()) if bound[worst] else 0
     replaced = held[storage_is_pinned[held] & (overwriter[held] == worst)]
     own -= int(size[replaced].sum()) if bound[worst] else 0

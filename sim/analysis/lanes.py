@@ -120,8 +120,10 @@ def work_ns(log: EventLog) -> int:
     why, start, end = log.interval("why"), log.interval("start"), log.interval("end")
     computing = (why == RUN) | (why == RECOMPUTE) | (why == CODEC)
     copying = why == MOVE
-    copies = np.unique(np.stack((log.interval("tensor"), start, end))[:, copying], axis=1)
-    return int((end - start)[computing].sum() + (copies[2] - copies[1]).sum())
+    copies = np.stack((log.interval("tensor"), start, end))[:, copying]
+    copies = copies[:, np.lexsort(copies)]  # those over several links beside each other
+    is_new = np.append(True, (copies[:, 1:] != copies[:, :-1]).any(axis=0))[: copies.shape[1]]
+    return int((end - start)[computing].sum() + (copies[2] - copies[1])[is_new].sum())
 
 
 def stall_rows(log: EventLog, device: int | None) -> list[tuple[str, str, int, int]]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sim.analysis.lanes import CODEC, MOVE, RECOMPUTE, RUN, covered_before, on_main, overlap_ns, total_ns, union
 from sim.log import EventLog, Ints
+from sim.trace.columns import distinct
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def overlap(log: EventLog) -> Overlap:
     row, owner = _owners(log, moves)
     hidden_part = np.zeros(len(why))
     transfer = hidden = 0
-    for each in np.unique(owner).tolist():
+    for each in distinct(owner).tolist():
         copies = row[owner == each]
         lanes = busy & (device == each) if each >= 0 else busy
         transfer += total_ns(start[copies], end[copies])

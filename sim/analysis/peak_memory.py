@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from sim.analysis.lanes import FIRST, main_lanes
 from sim.log import CAUSE, EventLog, Ints
+from sim.trace.columns import distinct
 from sim.trace.op import PHASES
 from sim.trace.tensor import ROLES
 
@@ -265,4 +266,4 @@ def _by_phase(log: EventLog, tier: str, time: Ints, delta: Ints, used: Ints) -> 
     most = np.zeros(len(PHASES), np.int64)
     np.maximum.at(most, asked, used[grows])
     np.maximum.at(most, phase, np.where(level < 0, 0, used[level]))
-    return {PHASES[code]: int(most[code]) for code in np.unique(phase).tolist()}
+    return {PHASES[code]: int(most[code]) for code in distinct(phase).tolist()}

@@ -9,6 +9,7 @@ import numpy as np
 
 from sim.analysis.lanes import CODEC, RECOMPUTE, RUN, STALL, on_main, stall_rows
 from sim.log import STALLS, EventLog
+from sim.trace.columns import distinct
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +43,7 @@ def stalls(log: EventLog, device: int | None = None) -> Stalls:
     compute, recompute, codec = (int(ns[why == code].sum()) for code in (RUN, RECOMPUTE, CODEC))
     waits = why == STALL
     by_cause = {
-        STALLS[code] or "unnamed": int(ns[waits & (cause == code)].sum()) for code in np.unique(cause[waits]).tolist()
+        STALLS[code] or "unnamed": int(ns[waits & (cause == code)].sum()) for code in distinct(cause[waits]).tolist()
     }
     return Stalls(
         compute_ns=compute,

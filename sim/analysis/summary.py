@@ -19,6 +19,7 @@ from sim.errors import ProfileError
 from sim.hardware.cost import peak_dtype
 from sim.hardware.platform import counts_again
 from sim.log import EventLog
+from sim.trace.columns import distinct
 
 __all__ = ["Reference", "Summary", "samples_in", "summarize"]
 
@@ -190,7 +191,7 @@ def _saved(held: int, before: int) -> float | None:
 
 def _reserved(log: EventLog) -> dict[str, int]:
     tiers, delta = log.reserved[:, 1], log.reserved[:, 2]
-    return {log.platform.tiers[i].name: int(np.cumsum(delta[tiers == i]).max()) for i in np.unique(tiers).tolist()}
+    return {log.platform.tiers[i].name: int(np.cumsum(delta[tiers == i]).max()) for i in distinct(tiers).tolist()}
 
 
 def _per_second(log: EventLog, *keys: str) -> float | None:
@@ -214,7 +215,7 @@ def _utilisations(log: EventLog) -> tuple[float | None, float | None]:
     Both as they are counted, masked scores included, which causal kernels skip: so both compare with printed figures.
     """
     c = log.trace.op_columns
-    engines = [log.platform.engine_for(device) for device in np.unique(c.device).tolist()]
+    engines = [log.platform.engine_for(device) for device in distinct(c.device).tolist()]
     if not log.end or not log.complete or not c.flops.any():
         return None, None
     types, which = log.trace.op_types

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from sim.analysis.peak_memory import memory_over_time
 from sim.hardware.platform import Link, Platform
 from sim.log import STALLS, WHY, WHYS, EventLog
+from sim.trace.columns import distinct
 from sim.trace.op import KINDS, PHASES
 from sim.trace.tensor import ROLES
 
@@ -74,7 +75,7 @@ class Scene:
         """Per row of `log.intervals` its slot: the lowest one of its lane that is free at its start."""
         slots = np.zeros(len(self.log.intervals), np.int64)
         start, end, lane = (self.log.interval(name) for name in ("start", "end", "lane"))
-        for number in np.unique(lane):
+        for number in distinct(lane):
             rows = self.order[lane[self.order] == number]
             ends = np.maximum.accumulate(end[rows])
             if (ends[:-1] <= start[rows][1:]).all():
@@ -234,7 +235,7 @@ def level_points(times: Ints, levels: Ints) -> NDArray[np.intp]:
     first = np.flatnonzero(np.diff(times, prepend=times[0] - 1))
     last = np.append(first[1:], len(times)) - 1
     top = np.lexsort((levels, times))[last]  # times rise, so each keeps its range of positions
-    return np.union1d(last, top[levels[top] > levels[last]])
+    return distinct(np.concatenate((last, top[levels[top] > levels[last]])))
 
 
 def _process_of_lane(platform: Platform, lane: int) -> int:

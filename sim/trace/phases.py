@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.trace.columns import distinct
 from sim.trace.graph import Trace
 from sim.trace.kept import kept
 from sim.trace.op import PHASE_CODE
@@ -47,7 +48,7 @@ def saved_tensors(trace: Trace) -> Ints:
     """Ids of the tensors that a forward op produces and a backward op reads, in the order of production."""
     phase, c = trace.op_columns.phase, trace.op_columns
     by_backward = np.repeat(phase == BACKWARD, np.diff(c.read_start))
-    read = np.unique(c.read_ids[by_backward]).astype(np.int64)
+    read = distinct(c.read_ids[by_backward]).astype(np.int64)
     producer = trace.producer[read]
     saved = read[(producer >= 0) & (phase[producer] == FORWARD)]
     order: Ints = saved[np.argsort(trace.producer[saved], kind="stable")]

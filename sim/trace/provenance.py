@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from sim.trace.chain import RECOMPUTED
+from sim.trace.columns import distinct
 from sim.trace.graph import Trace
 from sim.trace.layers import has_layers
 from sim.trace.phases import BACKWARD
@@ -39,7 +38,7 @@ def lacks(trace: Trace) -> tuple[Lack, ...]:
     if "source" not in trace.meta:
         return ()
     ops, tensors = trace.op_columns, trace.tensor_columns
-    roles = {ROLES[code] for code in np.unique(tensors.role).tolist()}
+    roles = {ROLES[code] for code in distinct(tensors.role).tolist()}
     timed = bool((ops.duration >= 0).any())
     found = []
     if not (ops.phase == BACKWARD).any():

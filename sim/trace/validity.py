@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sim.errors import TraceError
 from sim.foreign_text import half_a_character
-from sim.trace.columns import Graph
+from sim.trace.columns import Graph, distinct
 from sim.trace.progress import blocked, reached_before
 
 Ints = NDArray[np.int64]
@@ -181,7 +181,7 @@ def _check_across_devices(trace: Graph, reader: Ints, overwritten_by: Ints) -> N
     rows = rows[c.device[ops[rows]] != c.device[overwriter[rows]]]
     if not len(rows):
         return
-    reached = reached_before(trace, np.unique(overwriter[rows]).tolist())
+    reached = reached_before(trace, distinct(overwriter[rows]).tolist())
     for row in rows.tolist():
         op, write = int(ops[row]), int(overwriter[row])
         if op > reached[write][int(c.device[op])]:

@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from sim.errors import PolicyError
 from sim.hardware.platform import Platform
 from sim.plan import Action, Drop, Move, Recompute, Wait
+from sim.trace.columns import distinct
 from sim.trace.graph import Trace
 from sim.trace.origin import Expr, Origin
 
@@ -181,4 +180,4 @@ def earlier(
 
 
 def _homes(platform: Platform, trace: Trace) -> set[str]:
-    return {platform.home(device).name for device in np.unique(trace.op_columns.device).tolist()}
+    return {platform.home(device).name for device in distinct(trace.op_columns.device).tolist()}

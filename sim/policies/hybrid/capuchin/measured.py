@@ -13,6 +13,7 @@ from sim.eviction.evictable import Lineage
 from sim.hardware.platform import Platform
 from sim.log import FIRST_RUNS, STALL, WHY, EventLog
 from sim.plan import Problem
+from sim.trace.columns import distinct
 from sim.trace.graph import Trace
 from sim.trace.liveness import freeable
 
@@ -36,7 +37,7 @@ def timeline_of(log: EventLog) -> Timeline:
     why, device, start, end = (log.interval(name) for name in ("why", "device", "start", "end"))
     ran = np.isin(why, [WHY[name] for name in FIRST_RUNS])
     waited = (why == WHY["stall"]) & np.isin(log.interval("cause"), [STALL[cause] for cause in WAITS])
-    for each in np.unique(device[ran]).tolist():
+    for each in distinct(device[ran]).tolist():
         rows, stalls = ran & (device == each), waited & (device == each)
         order = np.argsort(end[stalls], kind="stable")
         total = np.concatenate(([0], np.cumsum((end - start)[stalls][order])))
