@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -104,6 +105,12 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
+@cache
+def _program() -> Any:
+    """All commands, as they are parsed; they are built once, for that takes longer than many a command."""
+    return typer.main.get_command(app)
+
+
 def _status() -> int:
     """Run the command that was typed; returns the exit status."""
     from sim.commands.mistakes import explained
@@ -113,7 +120,7 @@ def _status() -> int:
 
     try:
         with told_on_stderr():
-            code = typer.main.get_command(app)(standalone_mode=False)
+            code = _program()(standalone_mode=False)
         sys.stdout.flush()
     except typer.Exit as error:
         code = error.exit_code
