@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import json
 import os
 import pkgutil
@@ -158,7 +159,8 @@ def test_examples_in_docstrings_are_true(name):
         if error.name != "torch":
             raise
         pytest.skip(f"{name} needs the extra `torch`")
-    assert doctest.testmod(module).failed == 0
+    if ">>>" in inspect.getsource(module):  # few have any, and the search through all objects takes long
+        assert doctest.testmod(module).failed == 0
 
 
 def test_there_are_examples_in_docstrings():
