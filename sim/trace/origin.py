@@ -323,6 +323,8 @@ class Origin:
 
     def of_rank(self, expr: Expr, rank: int, axis: str = "data") -> Expr:
         """What rank `rank` along an axis (`sim.trace.op.AXES`) has where this one, which is rank 0, has `expr`."""
+        if rank == 0:
+            return expr
         if axis == "group":
             return self.of_rank(expr, rank)
         if axis == "group_data":
