@@ -875,7 +875,7 @@ def test_a_search_without_any_time_does_not_say_that_nothing_fits(config, goal):
 
 
 def test_an_answer_from_few_of_the_runs_says_so_below_the_choice(config):
-    given = advise(config, "a100_40_pcie", batch=4, budget="6 MB", policies=FEW, seconds=60, **AXES)
+    given = advise(config, "a100_40_pcie", batch=4, budget="6 MB", policies=FEW, seconds=60, jobs=1, **AXES)
     assert given.best is not None
     hurried = replace(given, skipped=50, rows=tuple(row for row in given.rows if row is given.best))
     line = hurried.text().splitlines()[4]
@@ -884,7 +884,7 @@ def test_an_answer_from_few_of_the_runs_says_so_below_the_choice(config):
     )
     assert hurried.as_dict()["unfinished"] == ["50 runs were left out"]
     assert "not run" not in given.text()
-    ample = advise(config, "a100_40_pcie", batch=4, policies=["keep_all"], seconds=60, **AXES)
+    ample = advise(config, "a100_40_pcie", batch=4, policies=["keep_all"], seconds=60, jobs=1, **AXES)
     few = replace(ample, skipped=1, rows=(*ample.rows, {**ample.best, "policy": "dtr", "status": "timed_out"}))
     assert "so far" not in few.text()  # nothing is faster
     assert "Not all was run (1 run was left out; 1 run was ended after 50% of the search's time)" in few.text()
@@ -907,7 +907,7 @@ def test_a_way_is_judged_by_what_copies_beside_it_as_well_as_by_what_recomputes(
 
 
 def test_what_is_simpler_and_as_fast_within_the_models_error_is_named(config):
-    given = advise(config, "a100_40_pcie", batch=4, budget="6 MB", policies=FEW, seconds=60, **AXES)
+    given = advise(config, "a100_40_pcie", batch=4, budget="6 MB", policies=FEW, seconds=60, jobs=1, **AXES)
     top = given.best
     rows = [{**top, "policy": name, "makespan_ns": int(top["makespan_ns"] * slower),
              "samples_per_s": top["samples_per_s"] / slower}

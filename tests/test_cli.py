@@ -87,7 +87,8 @@ def test_run_of_what_does_not_fit_exits_1_with_one_line(capsys):
 
 
 def test_files_are_written_to_the_folder(capsys, tmp_path):
-    words = ["compare", "--profile", "a100_40_pcie", *JOB, "-o", tmp_path / "out", "--figures"]
+    few = ["--policies", "keep_all,full_recompute,swap_all,dtr"]
+    words = ["compare", "--profile", "a100_40_pcie", *JOB, *few, "-o", tmp_path / "out", "--figures"]
     code, *_ = tiersim(*words, capsys=capsys)
     assert code == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}

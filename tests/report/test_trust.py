@@ -52,6 +52,20 @@ def mine(tmp_path):
     forget()
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Writes what a command saves into a folder; it runs for the first one that asks, the others get a copy."""
+    folders = {}
+
+    def write(command, folder, capsys):
+        if command not in folders:
+            folders[command] = tmp_path_factory.mktemp("saved") / "out"
+            assert tiersim(*command, "-o", folders[command], capsys=capsys)[0] == 0
+        shutil.copytree(folders[command], folder)
+
+    return write
+
+
 def forget():
     """As in a new process: no policy's file has been executed yet."""
     for name in [name for name in sys.modules if name.startswith("tiersim_policy_")]:
@@ -130,10 +144,12 @@ def test_a_policy_that_is_not_the_one_that_was_run_is_not_executed_even_where_as
 
 @pytest.mark.parametrize("model", ["{out}/evil.py:make", "evil.py:make", "evil:make", "{other}/evil.py:make"])
 @pytest.mark.parametrize("verb", ["report", "comparison", "explain", "export"])
-def test_a_model_that_is_a_function_is_not_executed_wherever_it_lies(verb, model, tmp_path, capsys, monkeypatch):
+def test_a_model_that_is_a_function_is_not_executed_wherever_it_lies(
+    verb, model, results, tmp_path, capsys, monkeypatch
+):
     out, mark = tmp_path / "out", tmp_path / "mark"
     command = ("compare", *JOB, "--policies", "keep_all") if verb == "comparison" else ("run", *JOB)
-    assert tiersim(*command, "-o", out, capsys=capsys)[0] == 0
+    results(command, out, capsys)
     for folder in (out, tmp_path):
         (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).touch()\ndef make(): ...\n")
     path = out / ("comparison.json" if verb == "comparison" else "summary.json")
