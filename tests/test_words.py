@@ -50,6 +50,8 @@ DIALECT = {
 KEYS = ("there from the start, role", "tensors there from the start, taken as inputs")
 """Keys of metadata and of reports: names that users may have in files, not prose."""
 
+LOWER = [re.compile(pattern.removeprefix(r"\b").lower()) for pattern in DIALECT]
+"""What a text in lower case has where it has any of them: searched for ten times as fast."""
 CODE = re.compile(rf"`[^`\n]*`|https?://\S+|{'|'.join(map(re.escape, KEYS))}")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -76,11 +78,19 @@ def prose_of(path: Path, text: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+def one_line(text: str) -> str:
+    """The text without line breaks, and without the marks of comments behind them."""
+    return " ".join(re.sub(r"\n\s*#?", "\n", text).split())
+
+
 def found_in(path: Path, text: str) -> list[str]:
     """What is to be rewritten: file, line, the words, and what to write instead."""
-    hits = []
+    hits: list[str] = []
+    whole = one_line(text).lower()
+    if not any(pattern.search(whole) for pattern in LOWER):  # not even in its code
+        return hits
     for line, prose in prose_of(path, text):
-        plain = " ".join(re.sub(r"\n\s*#?", "\n", CODE.sub("`code`", prose)).split())
+        plain = one_line(CODE.sub("`code`", prose))
         for pattern, instead in DIALECT.items():
             found = re.finditer(pattern, plain, re.IGNORECASE)
             hits += [f"{path.name}:{line}: {match[0]!r}: {instead}" for match in found]
