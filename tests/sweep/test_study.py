@@ -63,15 +63,20 @@ def test_an_import_counts_wherever_it_stands(tmp_path):
     assert set(identity._imports(path)) == names  # what an `if TYPE_CHECKING` has beside the types is left out, too
 
 
-class NotForTypes(ast.NodeTransformer):
-    def visit_If(self, node):
-        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+def not_for_types(tree):
+    """All nodes of a syntax tree, but for those under `if TYPE_CHECKING`."""
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield node
+            nodes += ast.iter_child_nodes(node)
 
 
 def test_each_module_imports_what_a_walk_over_its_whole_syntax_tree_finds():
     for path in sorted(Path(identity.__file__).parents[1].rglob("*.py")):
         found = set()
-        for node in ast.walk(NotForTypes().visit(ast.parse(path.read_text()))):
+        for node in not_for_types(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
