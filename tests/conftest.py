@@ -1,6 +1,8 @@
 """Settings of all tests: no deadline of Hypothesis, no database left behind; which are quick, long, or left out."""
 
+import gc
 import shutil
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib
@@ -224,13 +226,24 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
         items[:] = [item for item in items if item.nodeid not in passed]
     quick = tuple(test for tests in QUICK.values() for test in tests)
-    for item in items:
-        if item.path.is_relative_to(TESTS):
-            name = item.path.relative_to(TESTS).as_posix() + "::" + item.nodeid.partition("::")[2]
-            if name.startswith(quick):
-                item.add_marker(pytest.mark.quick)
-            if name.startswith(LONG):
-                item.add_marker(pytest.mark.long)
+    for path, tests in groupby(items, key=lambda item: item.path):
+        if not path.is_relative_to(TESTS):
+            continue
+        file = path.relative_to(TESTS).as_posix()
+        marks = [  # of all the names, those that may be of this file
+            (mark, tuple(each for each in names if each.startswith(file) or file.startswith(each)))
+            for mark, names in ((pytest.mark.quick, quick), (pytest.mark.long, LONG))
+        ]
+        for item in tests:
+            name = f"{file}::{item.nodeid.partition('::')[2]}"
+            for mark, names in marks:
+                if name.startswith(names):
+                    item.add_marker(mark)
+
+
+def pytest_collection_finish():
+    """All that has been collected stays until the end: the garbage collector need not go through it each time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
