@@ -62,6 +62,14 @@ LONG = (
     "rewrites/test_mixtures_of_parts.py",
     "rewrites/test_eight_bits_on_many_devices.py::test_any_layout_computes_the_same",
     "test_advice.py::test_ctrl_c_keeps_what_was_found[json",
+    *(
+        f"test_advice.py::test_ctrl_c_keeps_what_was_found[text-{words}"
+        for words in ("advise --seconds 300 --jobs 1", "smallest", "largest")
+    ),
+    *(
+        f"test_advice.py::test_ctrl_c_keeps_what_was_found[text-advise --seconds 300 --jobs 2 --{option}"
+        for option in ("goal", "devices")
+    ),
     "test_least_time.py::test_no_policy_beats_the_bound",
     "test_offload_page.py::test_what_was_published_of_zero_offload_is_what_runs_come_to",
     "rewrites/test_context_parallel.py::test_any_mixture_computes_the_same",
