@@ -17,10 +17,13 @@ from sim.solvers.regions import Region, layer_regions
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import BACKWARD, FORWARD
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.layers import has_layers, op_layers
 from sim.trace.tensor import ROLE_CODE
 
 REGIONS = ("graph", "layer")
+MOST_SIZES = 2
+"""For how many sizes that decide differently what a node is graphs are kept with a structure."""
 RUNTIMES = ("flops", "testing", "platform")
 TAKEN = tuple(ROLE_CODE[role] for role in ("weight", "input"))
 
@@ -124,6 +127,23 @@ def graphs_of(
 
     regions: as for `Cuts`; runtimes: as for `joint_graph`. Raises PolicyError for layers where there are none.
     """
+    structure = index.trace.structure
+    if not structure.is_shared:
+        return _graphs_of(index, joint, policy, regions, runtimes)
+    known: list[tuple[list[JointGraph], set[int]]] = kept(structure, "joint_graphs", regions, list)
+    for graphs, eager in known:
+        found = [at for graph in graphs if (at := graph.at(index, runtimes)) is not None]
+        if len(found) == len(graphs):
+            return found, set(eager)
+    made = _graphs_of(index, joint, policy, regions, runtimes)
+    if len(known) < MOST_SIZES:
+        known.append(made)
+    return made[0], set(made[1])
+
+
+def _graphs_of(
+    index: TraceIndex, joint: Joint, policy: str, regions: str, runtimes: Callable[[int], float] | None
+) -> tuple[list[JointGraph], set[int]]:
     trace = index.trace
     parts, unread = [Region(tuple(joint.forward), joint.backward)], [unread_of(trace)]
     if regions == "layer":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sim.solvers.schedule import TraceIndex
@@ -31,7 +31,6 @@ class Node:
 
     op: the op that produces it, -1 for a value that enters the graph.
     tensor: the tensor, -1 for several results.
-    size: bytes, for several results in all.
     arguments: the nodes it is computed from.
     allowed: cheap to recompute.
     fusible: may be one kernel with a fusible producer or user.
@@ -40,14 +39,13 @@ class Node:
     view: costs nothing.
     joins: a concatenation, into which any producer fuses.
     part: one of several results of a node.
+    copies: what an op makes that only copies.
     fixed: may never be recomputed.
     static: resident anyway (a weight).
-    runtime: what to recompute it costs, in any unit.
     """
 
     op: int
     tensor: int
-    size: int
     arguments: Sequence[int] = ()
     allowed: bool = True
     fusible: bool = True
@@ -56,9 +54,9 @@ class Node:
     view: bool = False
     joins: bool = False
     part: bool = False
+    copies: bool = False
     fixed: bool = False
     static: bool = False
-    runtime: float = 1.0
 
     @property
     def enters(self) -> bool:
@@ -72,11 +70,25 @@ class JointGraph:
 
     backward: whether a node depends on the gradient that enters.
     leaves: whether it is a result of the forward pass, or of what the backward pass returns.
+    size: of each its bytes, of several results all. runtime: what to recompute it costs, in any unit.
     """
 
     nodes: Sequence[Node]
     backward: Sequence[bool]
     leaves: Sequence[bool]
+    size: Sequence[int]
+    runtime: Sequence[float]
+
+    def at(self, index: TraceIndex, runtimes: Callable[[int], float] | None) -> JointGraph | None:
+        """The graph for another trace of the structure, runtimes as for `joint_graph`; None where sizes decide what a
+        node is."""
+        copies = {node.op: node for node in self.nodes if node.copies}
+        if any(_copy_of(index, op) != (node.view, node.joins) for op, node in copies.items()):
+            return None
+        new = replace(self, size=_sizes(self.nodes, index), runtime=_runtimes(self.nodes, index, runtimes))
+        known = ("users", "required", "order", "distance", "entering")  # no size has a part in them
+        vars(new).update((name, vars(self)[name]) for name in known if name in vars(self))
+        return new
 
     @cached_property
     def users(self) -> list[list[int]]:
@@ -143,6 +155,26 @@ def joint_graph(
     return _Builder(index, forward, backward, runtimes, unread).graph
 
 
+def _sizes(nodes: Sequence[Node], index: TraceIndex) -> list[int]:
+    size, writes = index.size, index.writes
+    return [size[node.tensor] if node.tensor >= 0 else sum([size[t] for t in writes[node.op]]) for node in nodes]
+
+
+def _runtimes(nodes: Sequence[Node], index: TraceIndex, runtimes: Callable[[int], float] | None) -> list[float]:
+    flops = index.trace.counted_flops.tolist()
+    if runtimes is None:
+        return [float(max(flops[node.op], 1)) if node.intensive and not node.part else 1.0 for node in nodes]
+    return [1.0 if node.enters or node.part else float(runtimes(node.op)) for node in nodes]
+
+
+def _copy_of(index: TraceIndex, op: int) -> tuple[bool, bool]:
+    """Whether a copy is a view, and whether it joins what it reads."""
+    reads, writes = index.trace.reads(op), index.writes[op]  # one that it reads twice counts twice
+    view = index.trace.op_columns.bytes[op] == 0 and len(index.reads[op]) == 1
+    made = sum(index.size[t] for t in writes)
+    return bool(view), len(reads) > 1 and len(writes) == 1 and made == sum(index.size[t] for t in reads)
+
+
 class _Builder:
     def __init__(
         self,
@@ -152,10 +184,9 @@ class _Builder:
         runtimes: Callable[[int], float] | None,
         unread: Collection[int],
     ) -> None:
-        self.index, self.trace, self.runtimes = index, index.trace, runtimes
-        c = self.columns = index.trace.op_columns
-        columns = c.kind, c.random, c.flops, c.bytes, c.phase
-        self.kind, self.random, self.flops, self.touched, self.phase = (column.tolist() for column in columns)
+        self.index, self.trace = index, index.trace
+        c = index.trace.op_columns
+        self.kind, self.random, self.phase = (column.tolist() for column in (c.kind, c.random, c.phase))
         self.nodes: list[Node] = []
         self.is_backward: list[bool] = []
         self.leaves: list[bool] = []
@@ -169,7 +200,8 @@ class _Builder:
         outputs = set(self.trace.outputs)
         for op in ops:
             self._add(op, op in backward, outputs)
-        self.graph = JointGraph(self.nodes, self.is_backward, self.leaves)
+        sizes = _sizes(self.nodes, index), _runtimes(self.nodes, index, runtimes)
+        self.graph = JointGraph(self.nodes, self.is_backward, self.leaves, *sizes)
 
     def _enter(self, t: int, backward: Collection[int]) -> None:
         """What comes from outside: a gradient that nothing in forward reads belongs to backward."""
@@ -177,36 +209,30 @@ class _Builder:
         gradient = role == ROLE_CODE["gradient"] or (producer >= 0 and self.phase[producer] == BACKWARD)
         readers = [r for r in self.trace.readers(t) if r in self.inside]
         self.node_of[t] = len(self.nodes)
-        self.nodes.append(Node(-1, t, self.index.size[t], static=bool(role in PERSISTENT)))
+        self.nodes.append(Node(-1, t, static=bool(role in PERSISTENT)))
         self.is_backward.append(bool(gradient and all(r in backward for r in readers)))
         self.leaves.append(False)
 
     def _add(self, op: int, backward: bool, outputs: Collection[int]) -> None:
-        index, c = self.index, self.columns
-        kind, random, size = KINDS[self.kind[op]], self.random[op], index.size
+        index, kind, random = self.index, KINDS[self.kind[op]], self.random[op]
         reads, writes = [self.node_of[t] for t in index.reads[op]], index.writes[op]
-        made = sum([size[t] for t in writes])
         copies = kind == "copy"
-        joins = False
-        if copies and len(writes) == 1:
-            twice = self.trace.reads(op)  # one that it reads twice counts twice
-            joins = len(twice) > 1 and made == sum([size[t] for t in twice])
+        view, joins = _copy_of(index, op) if copies else (False, False)
         cheap = kind in CHEAP and not random and not joins
-        runtime = float(max(c.counted.get(op, self.flops[op]), 1)) if kind in INTENSIVE else 1.0
         traits = {
             "allowed": cheap,
             "fusible": cheap or random,
             "intensive": kind in INTENSIVE,
             "random": random,
-            "view": copies and self.touched[op] == 0 and len(reads) == 1,
+            "view": view,
             "joins": joins,
+            "copies": copies,
             "fixed": op in index.communicating or max(op + 1, self.last) > index.recomputable_until[op],
-            "runtime": runtime if self.runtimes is None else float(self.runtimes(op)),
         }
-        whole = len(writes) > 1 and (not cheap or traits["view"] or kind == "reduce")
+        whole = len(writes) > 1 and (not cheap or view or kind == "reduce")
         unread = not backward and not any(len(self.trace.readers(t)) for t in writes)
         if whole:
-            self.nodes.append(Node(op, -1, made, reads, **traits))
+            self.nodes.append(Node(op, -1, reads, **traits))
             self.is_backward.append(backward)
             self.leaves.append(False)
             reads, traits = [len(self.nodes) - 1], {"part": True}
@@ -217,6 +243,6 @@ class _Builder:
             if whole and not readers and not leaves:
                 continue
             self.node_of[t] = len(self.nodes)
-            self.nodes.append(Node(op, t, index.size[t], reads, **traits))
+            self.nodes.append(Node(op, t, reads, **traits))
             self.is_backward.append(backward)
             self.leaves.append(leaves)

@@ -69,10 +69,15 @@ class Partitioner:
         nodes = self.graph.nodes
         banned = [i for i in self._cut(fewest)[1] if self.graph.distance[i] < NEVER_NEEDED]
         kept = [i for i in banned if nodes[i].fixed]
-        items = sorted((i for i in banned if not nodes[i].enters and not nodes[i].fixed), key=self._size, reverse=True)
+        items = sorted(
+            (i for i in banned if not nodes[i].enters and not nodes[i].fixed),
+            key=self.graph.size.__getitem__,
+            reverse=True,
+        )
         if not items:
             return self.graph.entering + kept
-        chosen = pick([nodes[i].size / 1e9 / beyond for i in items], [nodes[i].runtime for i in items], budget)
+        size, runtime = self.graph.size, self.graph.runtime
+        chosen = pick([size[i] / 1e9 / beyond for i in items], [runtime[i] for i in items], budget)
         return self.cut(fewest, {i for i, save in zip(items, chosen, strict=True) if not save})[0]
 
     def _cut(self, bans: Bans) -> tuple[list[int], list[int]]:
@@ -80,11 +85,8 @@ class Partitioner:
             self._known[bans] = self.cut(bans)
         return self._known[bans]
 
-    def _size(self, node: int) -> int:
-        return self.graph.nodes[node].size
-
     def _bytes(self, nodes: Collection[int]) -> float:
-        return sum(self.graph.nodes[i].size for i in nodes) / 1e9
+        return sum(self.graph.size[i] for i in nodes) / 1e9
 
     # ---- the cut -----------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class Partitioner:
             return 0
         steps = max(min(graph.distance[node], FAR), 1)
         written = what.enters or not all(self.fuses(node, user) for user in graph.users[node])
-        return int(what.size * NEARER**steps) * (1 if written else 2)
+        return int(graph.size[node] * NEARER**steps) * (1 if written else 2)
 
     def fuses(self, node: int, user: int) -> bool:
         """Whether a node and its user become one kernel."""
@@ -164,8 +166,8 @@ class Partitioner:
             return True
         if bans.materialized and self._materialized(node):
             return True
-        taken = sum(self.graph.nodes[i].size for i in what.arguments)
-        return bans.reductions and what.size * REDUCES < taken
+        taken = sum(self.graph.size[i] for i in what.arguments)
+        return bans.reductions and self.graph.size[node] * REDUCES < taken
 
     def _materialized(self, node: int) -> bool:
         """Whether backward reads a node, or a view of it, in a kernel of its own."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import chain as joined
 from itertools import combinations, permutations
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ from sim.solvers.flow import Flow
 from sim.solvers.joint_graph import CHEAP, INTENSIVE, NEVER_NEEDED, JointGraph, joint_graph
 from sim.solvers.partition import AGGRESSIVE, Bans, Partitioner
 from sim.solvers.schedule import TraceIndex
-from sim.trace import TraceBuilder
+from sim.trace import Trace, TraceBuilder
 from workloads import transformer
 from workloads.synthetic import random_dag, uniform_chain
 
@@ -74,6 +76,43 @@ def test_what_must_not_be_cut_anywhere_is_refused():
     flow.add(2, 1, None)
     with pytest.raises(OverflowError, match="never cut"):
         flow.sink_side()
+
+
+def at_sizes(trace: Trace, **sizes: list[int]) -> Trace:
+    """The trace with other bytes of its tensors, or FLOPs."""
+    tensors = replace(trace.tensor_columns, bytes=np.array(sizes["tensors"]))
+    ops = replace(trace.op_columns, flops=np.array(sizes["flops"]))
+    return Trace(tensors, ops, outputs=trace.outputs, carry=trace.carry, meta=trace.meta, like=trace)
+
+
+@pytest.mark.parametrize("runtimes", [None, lambda op: op + 2.0])
+def test_a_graph_at_other_sizes_is_that_of_the_trace(runtimes):
+    """A join, as large as what it reads, a product, and a norm of two results, which read it."""
+    b = TraceBuilder()
+    x, y = b.tensor("x", 40, "input"), b.tensor("y", 60, "input")
+    made = [b.tensor(name, 100) for name in ("joined", "product", "rows", "deviations", "out")]
+    b.op("join", "copy", reads=[x, y], writes=made[:1])
+    b.op("product", "matmul", reads=made[:1], writes=made[1:2], flops=5)
+    b.op("norm", "norm", reads=made[1:2], writes=made[2:4], flops=7, random=True)
+    b.op("out", "elementwise", reads=[made[2], made[3]], writes=made[4:], phase="backward", flops=1)
+    trace = b.build(outputs=made[4:], carry=())
+
+    def graph(trace: Trace) -> JointGraph:
+        index = TraceIndex(trace)
+        joint = Joint(index)
+        return joint_graph(index, joint.forward, set(joint.backward), runtimes)
+
+    first = graph(trace)
+    first.users, first.distance  # noqa: B018 (kept for those that follow)
+    other = at_sizes(trace, tensors=[10, 20, 30, 7, 8, 9, 11], flops=[0, 2**40, 3, 4])
+    new, want = first.at(TraceIndex(other), runtimes), graph(other)
+    assert new is not None
+    assert new.users is first.users
+    for name in ("nodes", "backward", "leaves", "size", "runtime", "users", "distance", "order", "entering"):
+        assert getattr(new, name) == getattr(want, name)
+    assert new.size != first.size
+    apart = at_sizes(trace, tensors=[10, 20, 31, 7, 8, 9, 11], flops=[0, 2, 3, 4])  # no longer all that it reads
+    assert first.at(TraceIndex(apart), runtimes) is None
 
 
 def cheap_net(count: int):
