@@ -36,7 +36,7 @@ from sim.hardware.profile import load_profile
 from sim.layout import Layout, lay_out
 from sim.layout_search import Found, LayoutSearch, layouts
 from sim.policies import load, names
-from sim.report.error_bars import error_bar
+from sim.report.error_bars import error_bar, error_lines, statement_errors
 from sim.report.verdict import difference, kind
 from sim.search import fits as it_fits
 from sim.sweeps.execute import Job
@@ -993,8 +993,17 @@ def test_largest_batch_and_smallest_budget_on_the_command_line(config, capsys):
     assert not it_fits(trace_of(config, batch=found["batch"] + 1), "a100_40_pcie", "full_recompute", budget=20_000_000)
     code, out, _ = tiersim("smallest-budget", *job, "--batch", "4", capsys=capsys)
     found = json.loads(out)
+    assert found["measured_error"] == statement_errors("a100_40_pcie", ("time", "policies", "peak"))
     assert found["peak_bytes"] <= found["budget_bytes"]
     assert not it_fits(trace_of(config), "a100_40_pcie", "full_recompute", budget=int(0.99 * found["budget_bytes"]))
+
+
+def without_errors(out: str) -> list[str]:
+    """The lines above the model's own error, of a peak, too."""
+    stated = error_lines([load_profile("a100_40_pcie")], also=["peak"])
+    lines = out.splitlines()
+    assert lines[-len(stated) :] == stated
+    return lines[: -len(stated)]
 
 
 def test_several_policies_in_one_command_the_best_first(config, capsys):
@@ -1006,9 +1015,10 @@ def test_several_policies_in_one_command_the_best_first(config, capsys):
     assert [row["policy"] for row in rows] == ["full_recompute", "keep_all", "moe_tiering"]
     assert rows[0]["batch"] > rows[1]["batch"]
     assert "experts" in rows[2]["error"]
+    assert ["measured_error" in row for row in rows] == [True, True, False]
     code, out, _ = tiersim("smallest-budget", *job, *several, "--batch", "4", capsys=capsys)
     assert code == 0
-    assert [line.partition(":")[0] for line in out.splitlines()] == ["full_recompute", "keep_all", "moe_tiering"]
+    assert [line.partition(":")[0] for line in without_errors(out)] == ["full_recompute", "keep_all", "moe_tiering"]
 
 
 def test_a_layout_of_several_devices_is_found_together_with_the_policy(config, capsys):
@@ -1172,7 +1182,7 @@ def test_among_several_policies_a_wrong_name_is_refused_and_a_failure_is_one(com
     (tmp_path / "raising.py").write_text(RAISING)
     code, out, _ = tiersim(*words, f"keep_all,{tmp_path}/raising.py:Raising", capsys=capsys)
     assert code == 1
-    assert [line.partition(":")[0] for line in out.splitlines()] == ["keep_all", f"{tmp_path}/raising.py"]
+    assert [line.partition(":")[0] for line in without_errors(out)] == ["keep_all", f"{tmp_path}/raising.py"]
     assert "boom" in out
 
 

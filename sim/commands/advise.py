@@ -348,6 +348,7 @@ def _answer(options: Mapping[str, Any], search: Callable[[str], Found], order: C
     from sim.errors import PolicyError, PolicyFailed
     from sim.outputs import to_json
     from sim.policies import load
+    from sim.report.error_bars import STATED, error_lines, statement_errors
 
     names, failed = names_of(options["policy"]) or [], False
     for name in names:
@@ -370,12 +371,17 @@ def _answer(options: Mapping[str, Any], search: Callable[[str], Found], order: C
             refused[name] = str(error)
             failed = failed or isinstance(error, PolicyFailed)
     ran.sort(key=lambda one: (one.result is None, 0 if one.result is None else order(one)))
+    fitting = [one.result for one in ran if one.result is not None]
     if options["json"]:
         rows = [{**one.figures, **({} if one.result is None else one.result.summary())} for one in ran]
+        for row, result in zip(rows, fitting):  # these come first
+            row["measured_error"] = statement_errors(result.platform.name, (*STATED, "peak"))
         rows += [{"policy": name, "error": text} for name, text in refused.items()]
         answer(to_json(rows[0] if len(names) == 1 else rows))
     else:
-        print("\n".join([*(one.line for one in ran), *(f"{name}: {text}" for name, text in refused.items())]))
+        lines = [*(one.line for one in ran), *(f"{name}: {text}" for name, text in refused.items())]
+        lines += error_lines([fitting[0].platform], also=["peak"]) if fitting else []
+        print("\n".join(lines))
     if stopped:
         _say_stopped(len(ran) + len(refused), "policies")
     if failed or all(one.result is None for one in ran):

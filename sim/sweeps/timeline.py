@@ -22,6 +22,7 @@ def write_cell(result: Result, reference: Reference | None, folder: Path) -> Non
     log as Parquet: `events.parquet` and `memory.parquet`, with the columns of `Result.events` and `Result.memory`.
     Raises OSError.
     """
+    from sim.report.error_bars import STATED, statement_errors
     from sim.report.timeline import write_timeline
     from sim.views import NAME, write_view
 
@@ -31,7 +32,8 @@ def write_cell(result: Result, reference: Reference | None, folder: Path) -> Non
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         write_timeline(result.log, aside / "timeline.pftrace.gz")
-        text = json.dumps(summarize(result.log, reference).as_dict(), indent=2) + "\n"
+        error = {"measured_error": statement_errors(result.platform.name, STATED)}
+        text = json.dumps({**summarize(result.log, reference).as_dict(), **error}, indent=2) + "\n"
         (aside / "summary.json").write_text(text, encoding="utf-8")
         write_view(result, aside / NAME)
         if find_spec("pyarrow"):

@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 
 from sim.errors import Caution
+from sim.report.error_bars import statement_errors
 from sim.sweeps import Store, StoreError, query, run_sweep, sweep, write_csv
 from sim.sweeps.index import QueryError
 from sim.sweeps.store import Writer, line_of, read_segment
@@ -314,6 +315,8 @@ def test_timelines_are_written_for_the_cells_that_ask(study, tmp_path):
             r["row"]["makespan_ns"] for c, r in swept.rows if c["id"] == cell["id"]
         )
     assert {p.name for p in folders[0].iterdir()} == names
+    summary = json.loads((folders[0] / "summary.json").read_text(encoding="utf-8"))
+    assert summary["measured_error"] == statement_errors(cell["labels"]["profile"], ("time", "policies"))
     run_sweep({**asked, "seed": [0, 1]}, out=tmp_path / "out", resume=True)
     assert len(list((tmp_path / "out" / "cells").iterdir())) == 2  # and nothing half written
     with pytest.raises(Exception, match="expected an output folder"):
