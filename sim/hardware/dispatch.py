@@ -21,14 +21,18 @@ from numpy.typing import NDArray
 
 from sim.errors import TraceError
 from sim.hardware.cost import kernels, looped, op_times
-from sim.hardware.platform import Platform
+from sim.hardware.platform import Dispatch, Platform
 from sim.trace.graph import Trace
 from sim.trace.kept import kept
+from sim.trace.layers import op_layers
 from sim.trace.op import PHASE_CODE, PHASES
 
 EAGER = "eager"
 """The stack of a trace that names none, or one that the platform does not know."""
 
+
+COMPILES_LAYERS = "compiled_layers"
+"""The stack of which only layers are compiled: what lies outside runs eagerly."""
 
 CAPTURED = "captured"
 """The fact of a trace that lists the ops, by id and in order, of each part that is launched as one graph."""
@@ -69,7 +73,9 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
         return None
     figures = known.get(str(trace.meta.get("stack", EAGER)), known.get(EAGER, platform.dispatch[0]))
     c = trace.op_columns
-    each: NDArray[np.int64] = np.array([getattr(figures, phase) for phase in PHASES], np.int64)[c.phase]
+    each = _each(figures, c.phase)
+    if figures.stack == COMPILES_LAYERS and EAGER in known:
+        each = np.where(op_layers(trace) < 0, _each(known[EAGER], c.phase), each)
     called = np.array([unit.device < 0 for unit in platform.engines])[engine]
     optimizer = str(trace.meta.get("optimizer", ""))
     updates = looped(trace)
@@ -89,6 +95,11 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     if len(updates) and optimizer in READS and not figures.is_graph:
         waits.update(updates[~called[updates]].tolist())
     return Dispatched(each, figures.once, frozenset(waits))
+
+
+def _each(figures: Dispatch, phase: NDArray[np.int8]) -> NDArray[np.int64]:
+    each: NDArray[np.int64] = np.array([getattr(figures, name) for name in PHASES], np.int64)[phase]
+    return each
 
 
 def _ops_of(trace: Trace, fact: str, ids: object) -> list[int]:

@@ -110,6 +110,19 @@ def test_an_optimizer_that_goes_through_parameters_one_by_one_launches_eight_ker
         assert set(found[updates].tolist()) == {8 * eager.backward}
 
 
+def test_where_layers_are_compiled_what_lies_outside_is_dispatched_eagerly():
+    known = {each.stack: each for each in machine(dispatch="cpu").dispatch}
+    trace = with_stack(transformer("gpt2", batch=1, sequence=16), "compiled_layers")
+    each = prepare(trace, machine(dispatch="cpu")).dispatch.each.tolist()
+    found = {(op.phase, op.layer >= 0): each[op.id] for op in trace.ops if op.phase != "update"}
+    assert found == {
+        (phase, inside): getattr(known["compiled_layers" if inside else "eager"], phase)
+        for phase in ("forward", "backward")
+        for inside in (False, True)
+    }
+    assert len({*found.values()}) == 3  # 12 us, and 13 and 9
+
+
 @pytest.mark.parametrize("ids", [[-1], [10**6], ["x"], [1.5], [True], 7.5])
 def test_facts_that_list_no_ops_are_refused(ids):
     for fact, value in ((AWAITED, ids), (CAPTURED, [ids])):
