@@ -12,8 +12,9 @@ request 1270), `joint_adapters` (LitGPT's projection of queries, keys and values
 that was read; else the fullest), `pytorch` (the version in the source's container, where it is known), `paddle`
 (PaddlePaddle ran), `lazy_kernels` (false where the source prints a CUDA before 12.2 and nothing turns that on),
 `communicators` (the ranks of each that the framework makes beside those of the layout, as `card_reading` takes them),
-`reads_each` (the program reads from the device before each micro-batch), `memory_only` (its time is not that of
-training). `missing`: why nothing is, where nothing is.
+`reads_each` (the program reads from the device before each micro-batch), `built` (the type in which PaddlePaddle makes
+weights: see `paddle_runs`), `memory_only` (its time is not that of training). `missing`: why nothing is, where nothing
+is.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from sim.rewrites.gradient_buffer import gradient_buffers
 from sim.rewrites.rewriter import Rewriter, with_columns
 from sim.rewrites.stack import fuse_streams, recomputed_inside, stream_groups
 from sim.trace import Trace
+from tests.validation.paddle_runs import pool_of_building
 from workloads import cnn, transformer, with_stack
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
@@ -60,7 +62,7 @@ LAYOUT = (
     *("layers", "bucket", "gradient_buffer", "gathered"),
 )
 SOFTWARE = ("pytorch", "paddle", "lazy_kernels", "communicators")
-READING = ("context", "last_stage", "memory_only", "reads_each", *SOFTWARE)
+READING = ("context", "last_stage", "memory_only", "reads_each", "built", *SOFTWARE)
 MACHINE = ("dispatch", "profile", "card", "network", "flash")
 RUN = (
     *(*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses"),
@@ -211,7 +213,8 @@ def _run(setup: Mapping[str, Any], micro_batches: int, reading: str) -> tuple[in
     software = {key: setup[key] for key in SOFTWARE if key in setup}
     read = card_reading(log, **software)
     if reading.startswith(OF_THE_CARD) and "context" not in setup and read:
-        return log.end, max(each.bytes for each in read)
+        pools = [pool_of_building(divided, each.device, setup["built"]) if "built" in setup else 0 for each in read]
+        return log.end, max(each.bytes + max(0, pool - each.tensors) for each, pool in zip(read, pools, strict=True))
     if reading.startswith(RESERVED) and read:
         return log.end, max(each.tensors for each in read)
     reserved = [peak_memory(log, device.home(d).name).reserved_bytes for d in range(divided.devices)]

@@ -1,0 +1,62 @@
+"""What PaddlePaddle's code does, in bytes and kernels counted by hand."""
+
+from sim.layout import lay_out
+from tests.validation.paddle_runs import pool_of_building
+from tests.validation.published_runs import rows
+from workloads import transformer
+
+HIDDEN, VOCABULARY, POSITIONS, TOKENS = 64, 128, 32, 32
+GPT = {
+    "model_type": "gpt", "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 4 * HIDDEN, "max_position_embeddings": POSITIONS, "vocab_size": VOCABULARY,
+    "fuse_attention_qkv": False,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 64, "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def trace_of(model, batch=1):
+    return transformer(model, batch=batch, sequence=TOKENS, precision="mixed_fp16", attention="flash", loss="torch")
+
+
+def divided(model, samples=4, **layout):
+    trace = trace_of(model, batch=samples)
+    return lay_out(trace, "a100_80_sxm", {"micro_batches": 2, **layout}, overrides={"devices": "8"})
+
+
+def test_building_in_fp32_leaves_four_bytes_per_weight_and_stage_2_two_more():
+    layer = 12 * HIDDEN**2 + 13 * HIDDEN
+    whole = 2 * layer + VOCABULARY * HIDDEN + POSITIONS * HIDDEN + 2 * HIDDEN
+    largest = 4 * HIDDEN**2
+    assert pool_of_building(divided(GPT, dp=2, zero=2)[0], 0, "fp32") == 4 * (whole + largest) + 2 * whole
+    assert pool_of_building(divided(GPT, dp=2, zero=1)[0], 0, "fp32") == 4 * (whole + largest)
+
+
+def test_ranks_and_stages_build_their_part():
+    whole_on_each = 6 * HIDDEN  # the norms and the biases of what is divided by rows
+    layer = 6 * HIDDEN**2 + (3 + 4) * HIDDEN // 2 + whole_on_each
+    rank = 2 * layer + VOCABULARY * HIDDEN // 2 + POSITIONS * HIDDEN + 2 * HIDDEN
+    assert pool_of_building(divided(GPT, tp=2)[0], 0, "fp32") == 4 * (rank + 2 * HIDDEN**2)
+    stages = divided(GPT, pp=2)[0]
+    layer, head, largest = 12 * HIDDEN**2 + 13 * HIDDEN, VOCABULARY * HIDDEN, 4 * HIDDEN**2
+    first, last = layer + head + POSITIONS * HIDDEN, layer + 2 * HIDDEN + head
+    assert [pool_of_building(stages, d, "fp32") for d in (0, 1)] == [4 * (first + largest), 4 * (last + largest)]
+
+
+def test_llama_is_built_in_fp16():
+    weights = 4 * HIDDEN**2 + 3 * HIDDEN * 128 + 2 * HIDDEN + 2 * VOCABULARY * HIDDEN + HIDDEN
+    largest = VOCABULARY * HIDDEN
+    assert pool_of_building(divided(LLAMA, dp=2, zero=2)[0], 0, "fp16") == 2 * (weights + largest) + 2 * weights
+
+
+def test_rows_of_paddlepaddle_say_what_is_true_of_them():
+    for row in rows():
+        setup = row["setup"] or {}
+        gpt = str(row["id"]).startswith("fpgpt")
+        if not setup.get("paddle"):
+            assert "built" not in setup, row["id"]
+            continue
+        assert setup["built"] == ("fp32" if gpt else "fp16"), row["id"]
