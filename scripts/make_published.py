@@ -103,14 +103,14 @@ REASONS = {
     "fpgpt": (
         "Its table counts memory in GiB, actual of total, and is taken to be read of the card. Kernels are loaded "
         "from the start, as CUDA 11.8 does by default. PaddlePaddle holds reduced gradients until its CPU knows of "
-        "it. How far it is ahead (fpgpt-01) depends on how many kernels it launches. With tp and without stages it "
-        "reads sizes back from the device before each micro-batch (distributed_dataloader, which FlagPerf sets and "
-        "PaddleNLP turns off without tp and stages). Its pool of memory stands as PyTorch's, but it keeps what "
-        "building the model took: weights in fp32, and with zero 2 all of them in fp16 in buffers of their own "
-        "(fpgpt13-01 needs no more in training). It has communicators that no op here uses: of all ranks (its "
-        "barrier at the start), of all stages, of the first and the last one (which data take), and of the norm of "
-        "gradients (with stages, or with tp and zero 1). Releases of PaddleNLP have 128 or 40 heads for 13B; which "
-        "ran is not known, nor does it matter here."
+        "it. How far it is ahead (fpgpt-01) depends on how many kernels it launches: a linear layer adds its bias by "
+        "one of its own. With tp and without stages it reads sizes back from the device before each micro-batch "
+        "(distributed_dataloader, which FlagPerf sets and PaddleNLP turns off without tp and stages). Its pool of "
+        "memory stands as PyTorch's, but it keeps what building the model took: weights in fp32, and with zero 2 all "
+        "of them in fp16 in buffers of their own (fpgpt13-01 needs no more in training). It has communicators that "
+        "no op here uses: of all ranks (its barrier at the start), of all stages, of the first and the last one "
+        "(which data take), and of the norm of gradients (with stages, or with tp and zero 1). Releases of PaddleNLP "
+        "have 128 or 40 heads for 13B; which ran is not known, nor does it matter here."
     ),
     "fpll1": (
         "Memory as fpgpt, but weights are made in fp16, and nothing is read back. PaddleNLP fuses the norms alone "
@@ -541,7 +541,6 @@ SMALLER = "not explained: 13B on 16 to 128 of these cards is 6 to 8 % off"
 STAGES = "one to four samples a microbatch, on stages: perhaps the CPU of its loop sets the pace; not explained"
 MISSES = {
     "tune-08": "the package of 8-bit AdamW is not named; bitsandbytes' is taken, which makes nothing beside its states",
-    "fpgpt-01": "gradients held while the CPU is ahead: 7.6 GiB at the peak here, as if none there; not explained",
     "mpt-038": "not explained: half the tokens are 42 % faster in print, 7 % here (13B: 15 in both); 70 of 80 GB taken",
     **dict.fromkeys(("mpt-078", "mpt-079"), SLOWER),
     **dict.fromkeys(("mpt-099", "mpt-100", "mpt-101"), SMALLER),

@@ -1,13 +1,46 @@
 """What PaddlePaddle 2.5 and the programs of FlagPerf do otherwise than the code that a trace follows.
 
+Biases: `paddle.nn.functional.linear` is a product and an addition, two kernels (PaddlePaddle/Paddle,
+paddle/fluid/pybind/eager_custom_python_api.h @0a13b72, `eager_api_linear`); so is a divided layer, whose bias is added
+to the sum over its ranks where it is divided by rows (python/paddle/distributed/fleet/layers/mpu/mp_layers.py @0524262,
+`RowParallelLinear`). Nothing fuses them here: `fused_linear` is false by default (PaddlePaddle/PaddleNLP,
+llm/gpt-3/configuration.py @0830030), and FlagPerf's program does not pass it on (FlagOpen/FlagPerf,
+training/benchmarks/gpt3_6.7B/paddle/run_pretraining.py @e0db9b7).
+
 Pool: what building the model has taken of a card stays taken (`pool_of_building`).
 """
 
 from __future__ import annotations
 
+from sim.rewrites.rewriter import Rewriter
 from sim.trace import Trace
+from sim.trace.origin import Same
 
 BYTES = {"fp32": 4, "fp16": 2}
+
+
+def biases_apart(trace: Trace) -> Trace:
+    """The trace in which a linear layer adds its bias by a kernel of its own, forward.
+
+    Backward stays: the sum of the bias's gradient is a kernel of its own in either, and that of the product is the
+    gradient of the sum itself, in place (`add_grad`, paddle/phi/api/yaml/backward.yaml: `inplace`).
+    """
+    new = Rewriter(trace)
+    ids, tensors = new.all_tensors(), trace.tensors
+    for op in trace.ops:
+        reads, writes = ([ids[t] for t in some] for some in (op.reads, op.writes))
+        biased = op.kind == "matmul" and op.phase == "forward" and op.reads[2:]
+        if not biased:
+            new.op(op, reads=reads, writes=writes)
+            continue
+        out = tensors[op.writes[0]]
+        product = new.tensor(out, Same(out.id), name=f"{op.name}.product", role="temporary", saved_for="")
+        new.op(op, reads=reads[:2], writes=[product])
+        fields = {"phase": op.phase, "layer": op.layer, "device": op.device, "dtype": out.dtype, "splits": op.splits}
+        elements = out.bytes // BYTES[out.dtype]
+        new.glue(f"{op.name}.bias", "elementwise", [product, *reads[2:]], writes, flops=elements, **fields)
+    carry = [(ids[old], ids[fresh]) for old, fresh in trace.carry]
+    return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
 
 
 def pool_of_building(trace: Trace, device: int, built: str) -> int:

@@ -12,9 +12,9 @@ request 1270), `joint_adapters` (LitGPT's projection of queries, keys and values
 that was read; else the fullest), `pytorch` (the version in the source's container, where it is known), `paddle`
 (PaddlePaddle ran), `lazy_kernels` (false where the source prints a CUDA before 12.2 and nothing turns that on),
 `communicators` (the ranks of each that the framework makes beside those of the layout, as `card_reading` takes them),
-`reads_each` (the program reads from the device before each micro-batch), `built` (the type in which PaddlePaddle makes
-weights: see `paddle_runs`), `memory_only` (its time is not that of training). `missing`: why nothing is, where nothing
-is.
+`reads_each` (the program reads from the device before each micro-batch), `biases_apart` and `built` (the type in
+which weights are made): see `paddle_runs`, `memory_only` (its time is not that of training). `missing`:
+why nothing is, where nothing is.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from sim.experiment import simulate
 from sim.hardware.dispatch import AWAITED
 from sim.hardware.profile import load_profile
 from sim.layout import lay_out
+from sim.rewrites.chunks import as_base
 from sim.rewrites.gradient_buffer import gradient_buffers
 from sim.rewrites.rewriter import Rewriter, with_columns
 from sim.rewrites.stack import fuse_streams, recomputed_inside, stream_groups
 from sim.trace import Trace
-from tests.validation.paddle_runs import pool_of_building
+from tests.validation.paddle_runs import biases_apart, pool_of_building
 from workloads import cnn, transformer, with_stack
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
@@ -66,7 +67,7 @@ READING = ("context", "last_stage", "memory_only", "reads_each", "built", *SOFTW
 MACHINE = ("dispatch", "profile", "card", "network", "flash")
 RUN = (
     *(*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses"),
-    *("bitsandbytes", "joint_adapters"),
+    *("bitsandbytes", "joint_adapters", "biases_apart"),
 )
 FLASH = {
     1: {
@@ -189,6 +190,7 @@ def _run(setup: Mapping[str, Any], micro_batches: int, reading: str) -> tuple[in
     trace = cnn(setup["cnn"], samples, **axes) if "cnn" in setup else transformer(setup["model"], batch=samples, **axes)
     trace = holding_inputs(trace) if "bitsandbytes" in setup else trace
     trace = joint_adapters(trace) if "joint_adapters" in setup else trace
+    trace = as_base(biases_apart(trace)) if "biases_apart" in setup else trace
     overrides = {**(CACHING if reading else {}), "dispatch": setup.get("dispatch", "cpu")}
     overrides |= CARDS[setup["card"]] if "card" in setup else {}
     overrides |= FLASH[setup["flash"]].get(setup["profile"], {}) if "flash" in setup else {}

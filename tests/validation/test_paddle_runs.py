@@ -1,7 +1,8 @@
 """What PaddlePaddle's code does, in bytes and kernels counted by hand."""
 
 from sim.layout import lay_out
-from tests.validation.paddle_runs import pool_of_building
+from sim.rewrites.chunks import as_base
+from tests.validation.paddle_runs import biases_apart, pool_of_building
 from tests.validation.published_runs import rows
 from workloads import transformer
 
@@ -23,7 +24,7 @@ def trace_of(model, batch=1):
 
 
 def divided(model, samples=4, **layout):
-    trace = trace_of(model, batch=samples)
+    trace = as_base(biases_apart(trace_of(model, batch=samples)))
     return lay_out(trace, "a100_80_sxm", {"micro_batches": 2, **layout}, overrides={"devices": "8"})
 
 
@@ -52,11 +53,37 @@ def test_llama_is_built_in_fp16():
     assert pool_of_building(divided(LLAMA, dp=2, zero=2)[0], 0, "fp16") == 2 * (weights + largest) + 2 * weights
 
 
+def test_each_bias_is_added_by_a_kernel_that_reads_and_writes_the_result():
+    before = trace_of(GPT)
+    after = biases_apart(before)
+    added = {op.name: after.touched[op.id] for op in after.ops if op.name.endswith(".bias") and op.phase == "forward"}
+    layers = {"attn.q": 1, "attn.k": 1, "attn.v": 1, "attn.proj": 1, "mlp.fc": 4, "mlp.proj": 1}
+    columns = {f"h{i}.{name}.bias": n * HIDDEN for i in range(2) for name, n in layers.items()}
+    assert added == {name: 2 * (2 * TOKENS * n + n) for name, n in columns.items()}
+    assert len(after.ops) == len(before.ops) + 12
+
+    def read_backward(trace):
+        return {trace.tensors[t].name for op in trace.ops if op.phase == "backward" for t in op.reads}
+
+    assert read_backward(after) == read_backward(before)
+    products = [op for op in after.ops if op.kind == "matmul" and op.phase == "forward"]
+    assert {len(op.reads) for op in products} == {2}
+    assert sum(op.flops for op in products) == sum(
+        op.flops for op in before.ops if op.kind == "matmul" and op.phase == "forward"
+    )
+
+
+def test_layers_without_biases_stay():
+    before = trace_of(LLAMA)
+    assert [op.name for op in biases_apart(before).ops] == [op.name for op in before.ops]
+
+
 def test_rows_of_paddlepaddle_say_what_is_true_of_them():
     for row in rows():
         setup = row["setup"] or {}
         gpt = str(row["id"]).startswith("fpgpt")
         if not setup.get("paddle"):
-            assert "built" not in setup, row["id"]
+            assert not {"built", "biases_apart"} & setup.keys(), row["id"]
             continue
         assert setup["built"] == ("fp32" if gpt else "fp16"), row["id"]
+        assert setup.get("biases_apart", False) == gpt, row["id"]
