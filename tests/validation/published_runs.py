@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Mapping
 from functools import cache, partial
 from math import prod
@@ -224,8 +225,12 @@ def _run(setup: Mapping[str, Any], micro_batches: int, reading: str) -> tuple[in
 
 
 def fusing_only(trace: Trace, modules: set[str]) -> Trace:
-    """The trace with what the fused stack makes of the ops of these modules; the rest runs eagerly."""
-    inside = [bool(modules & set(name.split("."))) for name in trace.op_columns.name]
+    """The trace with what the fused stack makes of the ops of these modules; the rest runs eagerly.
+
+    What is made of a module's result (`MODULE.out.…`) is not of the module: copies of it, and sums of its gradients.
+    """
+    own = re.compile(rf"(^|\.)({'|'.join(modules)})(\.(?!out\.)|$)")
+    inside = [own.search(name) is not None for name in trace.op_columns.name]
     groups = [[op for op in group if inside[op]] for group in stream_groups(trace)]
     groups = [group for group in groups if group]
     return fuse_streams(trace, recomputed_inside(trace, groups), groups, update=False, stack="fused").trace

@@ -52,6 +52,9 @@ def test_norms_alone_are_fused():
         return {op.name: trace.touched[op.id] for op in trace.ops if not FUSED["norms"] & set(op.name.split("."))}
 
     left = others(norms)
+    names = {op.name for op in norms.ops}
+    assert {"h0.norm1.out.grad.add", "h0.norm1.out.grad.add.2", "h1.norm2.out.grad.add"} <= names
+    assert "h1.norm1.up.out.grad.add" not in names  # of the norm itself
     assert {"h0.mlp.act", "h0.mlp.mul", "h1.attn.rope.q.add", "loss.log_softmax"} <= set(left)
     assert left.items() <= others(eager).items()
     products = [[op.name for op in trace.ops if op.kind == "matmul"] for trace in (eager, norms)]
