@@ -107,10 +107,11 @@ REASONS = {
         "one of its own. With tp and without stages it reads sizes back from the device before each micro-batch "
         "(distributed_dataloader, which FlagPerf sets and PaddleNLP turns off without tp and stages). Its pool of "
         "memory stands as PyTorch's, but it keeps what building the model took: weights in fp32, and with zero 2 all "
-        "of them in fp16 in buffers of their own (fpgpt13-01 needs no more in training). It has communicators that "
-        "no op here uses: of all ranks (its barrier at the start), of all stages, of the first and the last one "
-        "(which data take), and of the norm of gradients (with stages, or with tp and zero 1). Releases of PaddleNLP "
-        "have 128 or 40 heads for 13B; which ran is not known, nor does it matter here."
+        "of them in fp16 in buffers of their own (fpgpt13-01 needs no more in training). With zero 2 each large "
+        "gradient is reduced to one rank by itself, and weights are broadcast from one. It has communicators that no "
+        "op here uses: of all ranks (its barrier at the start), of all stages, of the first and the last one (which "
+        "data take), and of the norm of gradients (with stages, or with tp and zero 1). Releases of PaddleNLP have "
+        "128 or 40 heads for 13B; which ran is not known, nor does it matter here."
     ),
     "fpll1": (
         "Memory as fpgpt, but weights are made in fp16, and nothing is read back. PaddleNLP fuses the norms alone "
@@ -308,7 +309,7 @@ def pairs(found: Sequence[Row], differ: Sequence[str], only: Sequence[str] = ())
 PAIRS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "policies": (["policy"], ["sequence_parallel"]),
     "stacks": (STACK, ()),
-    "layouts": (LAYOUT, ["batch", "accumulate", "network", "communicators", "reads_each"]),
+    "layouts": (LAYOUT, ["batch", "accumulate", "network", "communicators", "reads_each", "reduces_to_one"]),
     "machines": (["profile", "card"], SOFTWARE),
 }
 """Statements about two rows: in which keys of their setups these have to differ, and in which more they may."""

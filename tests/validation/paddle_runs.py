@@ -7,15 +7,30 @@ to the sum over its ranks where it is divided by rows (python/paddle/distributed
 llm/gpt-3/configuration.py @0830030), and FlagPerf's program does not pass it on (FlagOpen/FlagPerf,
 training/benchmarks/gpt3_6.7B/paddle/run_pretraining.py @e0db9b7).
 
+Sums: stage 2 reduces each gradient to the rank that keeps it, once backward has made it
+(meta_parallel/sharding/group_sharded_stage2.py @03eadcf, `_get_reduce_fn`), and broadcasts each rank's new weights
+(group_sharded_optimizer_stage2.py @00e74b2, `_broadcast_params`). To or from one rank all bytes go over each link,
+where a reduce-scatter or an all-gather moves (p - 1) / p of them (NVIDIA/nccl-tests, doc/PERFORMANCE.md: factors 1 and
+(n - 1) / n). The kernels wait for each (`dist.reduce(sync_op=not self._reduce_overlap)`; their stream waits for that of
+NCCL: paddle/fluid/distributed/collective, `NCCLTask::Wait`), unless `sharding_parallel_config` has
+`enable_stage2_overlap` (paddlenlp/trainer/trainer.py @000c999), which no configuration of FlagPerf sets. So they do in
+a trace, in all micro-batches but the first, where the next op adds what was summed to the sums of those before. They
+wait for sums of tensor parallelism, too, which run on their own stream (mpu/mp_ops.py, `use_calc_stream`).
+Gradients that do not fit into a buffer of 2^23 elements, 16 MiB, are reduced alone (`_setup_use_grad_storage`): that is
+the `bucket` of these rows, in which small ones go with the next large one, where theirs go last.
+
 Pool: what building the model has taken of a card stays taken (`pool_of_building`).
 """
 
 from __future__ import annotations
 
-from sim.rewrites.rewriter import Rewriter
+from sim.rewrites.rewriter import Rewriter, with_columns
 from sim.trace import Trace
+from sim.trace.op import PHASE_CODE
 from sim.trace.origin import Same
 
+SUMMED = "data"
+"""The axis along which stage 2 reduces gradients to one rank, and broadcasts weights from one."""
 BYTES = {"fp32": 4, "fp16": 2}
 
 
@@ -41,6 +56,16 @@ def biases_apart(trace: Trace) -> Trace:
         new.glue(f"{op.name}.bias", "elementwise", [product, *reads[2:]], writes, flops=elements, **fields)
     carry = [(ids[old], ids[fresh]) for old, fresh in trace.carry]
     return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
+
+
+def reducing_to_one(trace: Trace) -> Trace:
+    """The trace of a rank of stage 2 in which each sum of gradients goes to one rank, and new weights come from one."""
+    c, size, moved = trace.op_columns, trace.tensor_columns.bytes, trace.op_columns.bytes.copy()
+    for op, ring in c.ring.items():
+        if ring.axis == SUMMED:
+            whole = trace.writes(op) if c.phase[op] == PHASE_CODE["update"] else trace.reads(op)
+            moved[op] = sum(int(size[t]) for t in whole)
+    return with_columns(trace, bytes=moved)
 
 
 def pool_of_building(trace: Trace, device: int, built: str) -> int:

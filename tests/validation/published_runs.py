@@ -12,8 +12,8 @@ request 1270), `joint_adapters` (LitGPT's projection of queries, keys and values
 that was read; else the fullest), `pytorch` (the version in the source's container, where it is known), `paddle`
 (PaddlePaddle ran), `lazy_kernels` (false where the source prints a CUDA before 12.2 and nothing turns that on),
 `communicators` (the ranks of each that the framework makes beside those of the layout, as `card_reading` takes them),
-`reads_each` (the program reads from the device before each micro-batch), `biases_apart` and `built` (the type in
-which weights are made): see `paddle_runs`, `memory_only` (its time is not that of training). `missing`:
+`reads_each` (the program reads from the device before each micro-batch), `biases_apart`, `reduces_to_one` and `built`
+(the type in which weights are made): see `paddle_runs`, `memory_only` (its time is not that of training). `missing`:
 why nothing is, where nothing is.
 """
 
@@ -40,7 +40,7 @@ from sim.rewrites.gradient_buffer import gradient_buffers
 from sim.rewrites.rewriter import Rewriter, with_columns
 from sim.rewrites.stack import fuse_streams, recomputed_inside, stream_groups
 from sim.trace import Trace
-from tests.validation.paddle_runs import biases_apart, pool_of_building
+from tests.validation.paddle_runs import biases_apart, pool_of_building, reducing_to_one
 from workloads import cnn, transformer, with_stack
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
@@ -64,7 +64,7 @@ LAYOUT = (
     *("layers", "bucket", "gradient_buffer", "gathered"),
 )
 SOFTWARE = ("pytorch", "paddle", "lazy_kernels", "communicators")
-READING = ("context", "last_stage", "memory_only", "reads_each", "built", *SOFTWARE)
+READING = ("context", "last_stage", "memory_only", "reads_each", "reduces_to_one", "built", *SOFTWARE)
 MACHINE = ("dispatch", "profile", "card", "network", "flash")
 RUN = (
     *(*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses"),
@@ -207,6 +207,7 @@ def _run(setup: Mapping[str, Any], micro_batches: int, reading: str) -> tuple[in
         stacked = partial(fusing_only, modules=FUSED[setup["fuses"]])
     platform = load_profile(setup["profile"], overrides=overrides)
     divided, device = lay_out(trace, platform, layout, kernels=stacked) if several else (stacked(trace), platform)
+    divided = reducing_to_one(divided) if setup.get("reduces_to_one") else divided
     divided = reading_each(divided) if setup.get("reads_each") else divided
     log = simulate(divided, device, setup["policy"]).log
     if setup.get("last_stage"):

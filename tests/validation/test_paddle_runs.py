@@ -1,9 +1,14 @@
 """What PaddlePaddle's code does, in bytes and kernels counted by hand."""
 
+from functools import partial
+
+import pytest
+
+from sim.experiment import simulate
 from sim.layout import lay_out
 from sim.rewrites.chunks import as_base
-from tests.validation.paddle_runs import biases_apart, pool_of_building
-from tests.validation.published_runs import rows
+from tests.validation.paddle_runs import biases_apart, pool_of_building, reducing_to_one
+from tests.validation.published_runs import FUSED, fusing_only, rows
 from workloads import transformer
 
 HIDDEN, VOCABULARY, POSITIONS, TOKENS = 64, 128, 32, 32
@@ -25,7 +30,9 @@ def trace_of(model, batch=1):
 
 def divided(model, samples=4, **layout):
     trace = as_base(biases_apart(trace_of(model, batch=samples)))
-    return lay_out(trace, "a100_80_sxm", {"micro_batches": 2, **layout}, overrides={"devices": "8"})
+    norms_alone = partial(fusing_only, modules=FUSED["norms"]) if model is LLAMA else None
+    layout = {"micro_batches": 2, **layout}
+    return lay_out(trace, "a100_80_sxm", layout, overrides={"devices": "8"}, kernels=norms_alone)
 
 
 def test_building_in_fp32_leaves_four_bytes_per_weight_and_stage_2_two_more():
@@ -78,12 +85,35 @@ def test_layers_without_biases_stay():
     assert [op.name for op in biases_apart(before).ops] == [op.name for op in before.ops]
 
 
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("layout", [{"dp": 2, "zero": 2, "bucket": "1 KiB"}, {"tp": 2, "sum_each": True}], ids=str)
+def test_kernels_wait_for_sums_of_all_micro_batches_but_the_first(model, layout):
+    """As PaddlePaddle's do, since what a micro-batch adds to the sums before is added at once."""
+    log = simulate(*divided(model, **layout)).log
+    c = log.trace.op_columns
+    ran = [(start, end, op) for start, end, _, _, _, op, tensor, *_ in log.intervals.tolist() if op >= 0 > tensor]
+    sums = [(start, end) for start, end, op in ran if op in c.ring and ".mb1" in c.name[op]]
+    kernels = [(start, end, c.name[op]) for start, end, op in ran if op not in c.ring]
+    assert len(sums) >= 7  # one for each matrix of a layer
+    assert not {name for first, last in sums for start, end, name in kernels if max(start, first) < min(end, last)}
+
+
+def test_stage_2_moves_all_bytes_of_what_it_reduces_and_broadcasts():
+    trace = reducing_to_one(divided(GPT, dp=2, zero=2)[0])
+    weights = 2 * (2 * (12 * HIDDEN**2 + 13 * HIDDEN) + VOCABULARY * HIDDEN + POSITIONS * HIDDEN + 2 * HIDDEN)
+    moved = {
+        phase: sum(op.bytes for op in trace.ops if op.ring and op.phase == phase) for phase in ("backward", "update")
+    }
+    assert moved == {"backward": 2 * weights, "update": weights}
+
+
 def test_rows_of_paddlepaddle_say_what_is_true_of_them():
     for row in rows():
         setup = row["setup"] or {}
         gpt = str(row["id"]).startswith("fpgpt")
         if not setup.get("paddle"):
-            assert not {"built", "biases_apart"} & setup.keys(), row["id"]
+            assert not {"built", "biases_apart", "reduces_to_one"} & setup.keys(), row["id"]
             continue
         assert setup["built"] == ("fp32" if gpt else "fp16"), row["id"]
         assert setup.get("biases_apart", False) == gpt, row["id"]
+        assert setup.get("reduces_to_one", False) == ("bucket" in setup) == (setup["zero"] == 2), row["id"]
