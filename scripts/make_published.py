@@ -71,7 +71,7 @@ REASONS = {
     "tune": (
         "Attention kernel and first optimizer are not stated; its code copies keys and values for each query head. It "
         "compiles each layer alone, and the loss: here the loss is one kernel where it is in chunks, and eager where "
-        "it is PyTorch's (tune-03). The package of 8-bit AdamW is not named (tune-08)."
+        "it is PyTorch's (tune-03). Which 8-bit AdamW ran is not said (tune-08)."
     ),
     "hf": (
         "Adafactor is priced as PyTorch's, of 18 kernels a matrix and 9 a vector; theirs has 24 and 16 and reads "
@@ -541,7 +541,13 @@ SLOWER = "in print slower than with 2,048 tokens a sample, as no other model of 
 SMALLER = "not explained: 13B on 16 to 128 of these cards is 6 to 8 % off"
 STAGES = "one to four samples a microbatch, on stages: perhaps the CPU of its loop sets the pace; not explained"
 MISSES = {
-    "tune-08": "the package of 8-bit AdamW is not named; bitsandbytes' is taken, which makes nothing beside its states",
+    "tune-08": (
+        "which 8-bit AdamW ran is not said: the page that the README links names torchao's, and bitsandbytes' paged "
+        "one, whose states would lie outside PyTorch's allocator (9 GiB would be left here). torchao's quantises the "
+        "states of the embedding, too, as here; what its compiled update makes depends on the version of PyTorch, not "
+        "stated: nothing to 8.8 GiB for the embedding. And from the row before memory falls by 4.2 GiB in print, by "
+        "5.9 here: 1.7 are missing without either"
+    ),
     "mpt-038": "not explained: half the tokens are 42 % faster in print, 7 % here (13B: 15 in both); 70 of 80 GB taken",
     **dict.fromkeys(("mpt-078", "mpt-079"), SLOWER),
     **dict.fromkeys(("mpt-099", "mpt-100", "mpt-101"), SMALLER),
