@@ -101,50 +101,50 @@ def fusion(
         workspace=workspace,
         streams=streams,
     )
-    try:
-        sizes = kernels.sizes(trace)
-    except OverflowError:
-        raise TraceError("fuse: the FLOPs or bytes of a kernel: 2**63 or more") from None
-    each_has = (dict(zip(sizes, own)) for own in zip(*(column.tolist() for column in sizes.values())))
     new = Rewriter(trace, meta)
-    ids, device, copy = new.all_tensors(without=internal), c.device.tolist(), new.copier()
+    ids = new.all_tensors(without=internal)
     if recomputed:
         for t, reason in _reasons(trace, pieces).items():
             if ids[t] >= 0:
                 new.builder.set_saved(ids[t], reason)
-    for piece in pieces:
-        first = piece.ops[0]
-        reads, writes = [ids[t] for t in piece.reads], [ids[t] for t in piece.writes]
-        if piece.fused:
-            computed = Fused(tuple([new.old_ops[op] for op in piece.computed]))
-            new.new_op(computed, reads=reads, writes=writes, **_described(trace, piece, streams), **next(each_has))
-        elif (len(reads), len(writes)) == (len(trace.reads(first)), len(trace.all_writes[first])):
-            copy(first, reads, writes, device[first])
-        else:
-            new.op(trace.ops[first], reads=reads, writes=writes)
+    claims = [
+        Fused(tuple([new.old_ops[op] for op in each.computed])) if each.fused else new.old_ops[each.ops[0]]
+        for each in pieces
+    ]
+    reads, writes = ([[ids[t] for t in some] for some in way] for way in zip(*((p.reads, p.writes) for p in pieces)))
+    described = _described(trace, pieces, kernels, rows, streams)
+    new.extend_ops([each.ops[-1] for each in pieces], claims, reads, writes, described)
     carry = [(ids[a], ids[b]) for a, b in trace.carry]
     built = new.build(outputs=[ids[t] for t in trace.outputs], carry=carry, claimed=claimed)
     return Fusion(built, *new.followed, KernelRows(kernels, rows))
 
 
-def _described(trace: Trace, piece: _Piece, streams: bool) -> dict[str, Any]:
-    """The fields of a kernel besides operands and sizes."""
-    c, computed, last = trace.op_columns, piece.computed, piece.ops[-1]
-    products = [op for op in piece.ops if c.kind[op] == KIND_CODE[PRODUCT]]
-    kind = KINDS[c.kind[last]]
-    return {
-        "name": c.name[last],
-        "kind": PRODUCT if products else "elementwise" if streams and kind in STREAMED else kind,
-        "phase": PHASES[piece.phase],
-        "layer": int(c.layer[last]),
-        "device": int(c.device[last]),
-        "engine": c.engine.get(last, ""),
-        "views": c.views.get(last, ()) if len(computed) == 1 else (),
-        "random": any(c.random[op] for op in computed),
-        "priority": min(int(c.priority[op]) for op in piece.ops),
-        "dtype": _widest([(c.dtype[op], int(c.flops[op])) for op in products or computed]),
-        "splits": _splits(trace, piece.ops, set(piece.writes)) if streams else (),
-    }
+def _described(
+    trace: Trace, pieces: Sequence[_Piece], kernels: Kernels, rows: Sequence[int], streams: bool
+) -> dict[str, dict[int, Any]]:
+    """The fields of kernels in which they differ from the last op that each computes, by row."""
+    c = trace.op_columns
+    kind, flops, priority = c.kind.tolist(), c.flops.tolist(), c.priority.tolist()
+    try:
+        fields = {key: dict(zip(rows, column.tolist())) for key, column in kernels.sizes(trace).items()}
+    except OverflowError:
+        raise TraceError("fuse: the FLOPs or bytes of a kernel: 2**63 or more") from None
+    fields |= {key: {} for key in ("kind", "random", "priority", "dtype", "splits", "views")}
+    fields |= {"duration": dict.fromkeys(rows, -1)}
+    fields |= {key: dict.fromkeys(rows, nothing) for key, nothing in (("alternatives", ()), ("function", ""))}
+    for row in rows:
+        piece = pieces[row]
+        computed, last = piece.computed, piece.ops[-1]
+        products = [op for op in piece.ops if kind[op] == KIND_CODE[PRODUCT]]
+        streamed = streams and KINDS[kind[last]] in STREAMED
+        fields["kind"][row] = KIND_CODE[PRODUCT if products else "elementwise" if streamed else KINDS[kind[last]]]
+        fields["random"][row] = bool(c.random[computed].any())
+        fields["priority"][row] = min([priority[op] for op in piece.ops])
+        fields["dtype"][row] = _widest([(c.dtype[op], flops[op]) for op in products or computed])
+        fields["splits"][row] = _splits(trace, piece.ops, set(piece.writes)) if streams else ()
+        if len(computed) > 1:
+            fields["views"][row] = ()
+    return fields
 
 
 def _reasons(trace: Trace, pieces: Sequence[_Piece]) -> dict[int, str]:

@@ -65,10 +65,17 @@ class Rewriter:
         self._ops.append(self.old_ops[like.id] if stands_for is None else stands_for)
         return self.builder.copy_op(like, releases=(), **changes)
 
-    def new_op(self, stands_for: Expr, **fields: Any) -> int:
-        """Add an op that is like none of the old trace's; see `TraceBuilder.op`. Returns its id."""
-        self._ops.append(stands_for)
-        return self.builder.op(**fields)
+    def extend_ops(
+        self,
+        like: Sequence[int],
+        stand_for: Sequence[Expr],
+        reads: Sequence[Sequence[int]],
+        writes: Sequence[Sequence[int]],
+        changes: Mapping[str, Mapping[int, Any]],
+    ) -> None:
+        """Add many ops like some of the old trace; see `TraceBuilder.extend_ops_like`."""
+        self._ops.extend(stand_for)
+        self.builder.extend_ops_like(self.trace.op_columns, like, reads, writes, changes)
 
     def repeat_tensor(self, like: int, stands_for: Expr, name: str, bytes: int, replaces: int | None) -> int:
         """Add a tensor like one of the new trace; see `TraceBuilder.repeat_tensor`."""
@@ -117,7 +124,8 @@ class Rewriter:
 
     def glue(self, name: str, kind: str, reads: Sequence[int], writes: Sequence[int], **fields: Any) -> int:
         """Add an op that computes nothing of the old trace. Returns its id."""
-        return self.new_op(GLUE, name=name, kind=kind, reads=reads, writes=writes, **fields)
+        self._ops.append(GLUE)
+        return self.builder.op(name, kind, reads=reads, writes=writes, **fields)
 
     @property
     def op_count(self) -> int:

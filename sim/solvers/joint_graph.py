@@ -161,7 +161,7 @@ def _sizes(nodes: Sequence[Node], index: TraceIndex) -> list[int]:
 
 
 def _runtimes(nodes: Sequence[Node], index: TraceIndex, runtimes: Callable[[int], float] | None) -> list[float]:
-    flops = index.trace.counted_flops.tolist()
+    flops = index.counted_flops
     if runtimes is None:
         return [float(max(flops[node.op], 1)) if node.intensive and not node.part else 1.0 for node in nodes]
     return [1.0 if node.enters or node.part else float(runtimes(node.op)) for node in nodes]
@@ -185,8 +185,6 @@ class _Builder:
         unread: Collection[int],
     ) -> None:
         self.index, self.trace = index, index.trace
-        c = index.trace.op_columns
-        self.kind, self.random, self.phase = (column.tolist() for column in (c.kind, c.random, c.phase))
         self.nodes: list[Node] = []
         self.is_backward: list[bool] = []
         self.leaves: list[bool] = []
@@ -197,52 +195,44 @@ class _Builder:
         read = {t for op in ops for t in index.reads[op] if index.producer[t] not in self.inside}
         for t in sorted(read.union(unread)):  # as declared: parameters, buffers, inputs
             self._enter(t, backward)
-        outputs = set(self.trace.outputs)
         for op in ops:
-            self._add(op, op in backward, outputs)
+            self._add(op, op in backward)
         sizes = _sizes(self.nodes, index), _runtimes(self.nodes, index, runtimes)
         self.graph = JointGraph(self.nodes, self.is_backward, self.leaves, *sizes)
 
     def _enter(self, t: int, backward: Collection[int]) -> None:
         """What comes from outside: a gradient that nothing in forward reads belongs to backward."""
-        role, producer = self.trace.tensor_columns.role[t], self.index.producer[t]
-        gradient = role == ROLE_CODE["gradient"] or (producer >= 0 and self.phase[producer] == BACKWARD)
+        index = self.index
+        role, producer = index.role[t], index.producer[t]
+        gradient = role == ROLE_CODE["gradient"] or (producer >= 0 and index.phase[producer] == BACKWARD)
         readers = [r for r in self.trace.readers(t) if r in self.inside]
         self.node_of[t] = len(self.nodes)
         self.nodes.append(Node(-1, t, static=bool(role in PERSISTENT)))
         self.is_backward.append(bool(gradient and all(r in backward for r in readers)))
         self.leaves.append(False)
 
-    def _add(self, op: int, backward: bool, outputs: Collection[int]) -> None:
-        index, kind, random = self.index, KINDS[self.kind[op]], self.random[op]
+    def _add(self, op: int, backward: bool) -> None:
+        index, kind, random = self.index, KINDS[self.index.kind[op]], self.index.random[op]
         reads, writes = [self.node_of[t] for t in index.reads[op]], index.writes[op]
-        copies = kind == "copy"
+        copies, intensive = kind == "copy", kind in INTENSIVE
         view, joins = _copy_of(index, op) if copies else (False, False)
         cheap = kind in CHEAP and not random and not joins
-        traits = {
-            "allowed": cheap,
-            "fusible": cheap or random,
-            "intensive": kind in INTENSIVE,
-            "random": random,
-            "view": view,
-            "joins": joins,
-            "copies": copies,
-            "fixed": op in index.communicating or max(op + 1, self.last) > index.recomputable_until[op],
-        }
+        fixed = op in index.communicating or max(op + 1, self.last) > index.recomputable_until[op]
+        traits = cheap, cheap or random, intensive, random, view, joins, False, copies, fixed
         whole = len(writes) > 1 and (not cheap or view or kind == "reduce")
-        unread = not backward and not any(len(self.trace.readers(t)) for t in writes)
+        readers_of = [self.trace.readers(t) for t in writes]
+        unread = not backward and not any(readers_of)
         if whole:
-            self.nodes.append(Node(op, -1, reads, **traits))
+            self.nodes.append(Node(op, -1, reads, *traits))
             self.is_backward.append(backward)
             self.leaves.append(False)
-            reads, traits = [len(self.nodes) - 1], {"part": True}
-        for t in writes:
-            readers = self.trace.readers(t)
-            leaves = t in outputs or any(r not in self.inside and self.phase[r] == FORWARD for r in readers)
+            reads = [len(self.nodes) - 1]
+        for t, readers in zip(writes, readers_of):
+            leaves = t in index.outputs or any(r not in self.inside and index.phase[r] == FORWARD for r in readers)
             leaves |= unread or (kind == "loss" and not backward and bool(readers) and readers[0] >= self.first)
             if whole and not readers and not leaves:
                 continue
             self.node_of[t] = len(self.nodes)
-            self.nodes.append(Node(op, t, reads, **traits))
+            self.nodes.append(Node(op, t, reads, part=True) if whole else Node(op, t, reads, *traits))
             self.is_backward.append(backward)
             self.leaves.append(leaves)

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from numbers import Real
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ COPIED = (
     *("function", "ring", "counted"),
 )
 _copied = attrgetter(*COPIED)
+NUMBERS_OF_OPS = (
+    *("kind", "phase", "layer", "flops", "bytes", "workspace", "device", "priority", "duration", "random"),
+)
 SPARSE_OF_OPS = ("engine", "group", "alternatives", "splits", "function", "ring", "counted", "views")
 """The fields that few ops have and that a copy of them has as well."""
 
@@ -266,6 +270,46 @@ class TraceBuilder:
             ids.frombytes(more.tobytes())
             start.frombytes((start[-1] + np.cumsum(counts, dtype=np.int64)).tobytes())
         return first
+
+    def extend_ops_like(
+        self,
+        ops: OpColumns,
+        like: Sequence[int],
+        reads: Sequence[Sequence[int]],
+        writes: Sequence[Sequence[int]],
+        changes: Mapping[str, Mapping[int, Any]],
+    ) -> None:
+        """Add many ops, each like one of `ops`, given by its id, with other operands.
+
+        changes: per field, of some of the new ops by their place among them, what they have instead: numbers as
+            codes, and -1 for unknown. `views` of an op with more or fewer operands than the old one are left out, and
+            `counted` where it is no more than the FLOPs; `releases` and `unbinds` are not copied.
+        """
+        rows = np.array(like, np.int64)
+        numbers = {key: getattr(ops, key)[rows].astype(np.int64) for key in NUMBERS_OF_OPS}
+        for key, column in numbers.items():
+            if changed := changes.get(key):
+                column[list(changed)] = list(changed.values())
+        names, dtypes = [ops.name[i] for i in like], [ops.dtype[i] for i in like]
+        for row, dtype in changes.get("dtype", {}).items():
+            dtypes[row] = dtype
+        tables = [
+            (np.fromiter(chain.from_iterable(operands), np.int64), [len(each) for each in operands])
+            for operands in (reads, writes)
+        ]
+        first = self.extend_ops(names, dtypes, numbers, *tables)
+        counts = [np.diff(start)[rows] != own for start, (_, own) in zip((ops.read_start, ops.write_start), tables)]
+        other, flops = (counts[0] | counts[1]).tolist(), numbers["flops"].tolist()
+        for key in SPARSE_OF_OPS:
+            theirs, changed = getattr(ops, key), changes.get(key, {})
+            values = (
+                [(row, changed[row] if row in changed else theirs.get(i)) for row, i in enumerate(like)]
+                if theirs
+                else changed.items()
+            )
+            for row, value in values:
+                if value and not (key == "views" and other[row]) and not (key == "counted" and value == flops[row]):
+                    self._sparse[key][first + row] = value
 
     def note(self, key: str, row: int, value: Any) -> None:
         """Set a sparse field, one that few tensors or ops have, of an existing row."""

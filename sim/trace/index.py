@@ -12,6 +12,7 @@ The engine does not ask here: it replays what a plan says and refuses a read tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -62,6 +63,26 @@ class TraceIndex:
     def phase(self) -> list[int]:
         """Per op its phase."""
         return _listed(self.trace.op_columns.phase)
+
+    @of_structure
+    def kind(self) -> list[int]:
+        """Per op its kind."""
+        return _listed(self.trace.op_columns.kind)
+
+    @of_structure
+    def random(self) -> list[bool]:
+        """Per op whether it draws random numbers."""
+        return self.trace.op_columns.random.tolist()  # type: ignore[no-any-return]
+
+    @of_structure
+    def outputs(self) -> frozenset[int]:
+        """The tensors that are kept to the end."""
+        return frozenset(self.trace.outputs)
+
+    @cached_property
+    def counted_flops(self) -> list[int]:
+        """Per op its FLOPs as PyTorch counts them."""
+        return _listed(self.trace.counted_flops)
 
     @of_structure
     def role(self) -> list[int]:
