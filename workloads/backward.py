@@ -47,7 +47,7 @@ def backward(tape: Tape, loss: Value, gradients: dict[int, Value]) -> None:
                 gradient = _sum(tape, value, waiting.pop(value.slot), gradient, last=not uses_left[value.slot])
             if not value.parameter or uses_left[value.slot]:
                 waiting[value.slot] = gradient
-            elif not tape.accumulating:
+            elif not tape.accumulating or value.slot not in gradients:  # an expert may have had no tokens before
                 gradients[value.slot] = tape.main_gradient(value, gradient)
             else:
                 gradients[value.slot] = _accumulate(tape, value, gradients[value.slot], gradient)

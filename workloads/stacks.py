@@ -34,10 +34,11 @@ from sim.trace.op import KIND_CODE, PHASE_CODE
 FORWARD = PHASE_CODE["forward"]
 PRODUCTS = tuple(KIND_CODE[kind] for kind in ("matmul", "conv", "attention"))
 
-MOST_OPS = 200_000
-MOST_SIZES = 4
+MOST_OPS = 100_000
+MOST_SIZES = 3
+MOST_FACTS = 12
 """Up to how many ops in all the traces have that a structure keeps of a stack, and how many of them, which sizes decide
-differently."""
+differently; of how many stacks, with and without origin."""
 
 
 @cache
@@ -114,7 +115,7 @@ def _rewritten(trace: Trace, stack: str, *, has_origin: bool) -> Trace:
     known: list[_Known] = []
     if trace.structure.is_shared and trace.origin is None:
         facts = stack, has_origin, bool(trace.meta.get(APART))
-        known = kept(trace.structure, "stacks", facts, list)
+        known = kept(trace.structure, "stacks", facts, list, MOST_FACTS)
     for each in known:
         if (found := each.over(trace, stack)) is not None:
             return found

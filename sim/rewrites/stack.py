@@ -213,6 +213,11 @@ def recomputed_inside(trace: Trace, groups: Sequence[Sequence[int]], compared: C
         for t in trace.distinct_reads[op]
         if producer[t] >= 0 and phase[producer[t]] == FORWARD
     }
+
+    def is_read_by_kernels(op: int) -> bool:
+        readers = (r for t in trace.all_writes[op] for r in trace.readers(t))
+        return all(phase[r] == FORWARD or r in grouped for r in readers)
+
     for k, group in enumerate(groups):
         if phase[group[0]] != FORWARD:
             continue
@@ -223,10 +228,10 @@ def recomputed_inside(trace: Trace, groups: Sequence[Sequence[int]], compared: C
                 continue
             readers = [r for t in inner for r in trace.readers(t)]
             outside = any(phase[r] == FORWARD and grouped.get(r) != k for r in readers) or outputs.intersection(inner)
-            if not outside and all(phase[r] == FORWARD or r in grouped for r in readers):
+            if not outside and is_read_by_kernels(op):
                 spared.update(inner)
         again, leaves = _closure(trace, spared, set(group))
-        if not spared or not all(again_of[op] for op in again):
+        if not spared or not all(again_of[op] and is_read_by_kernels(op) for op in again):
             continue
         new = [t for t in sorted(leaves) if t not in saved and producer[t] >= 0 and not persistent[t]]
         if compared.are_fewer(new, sorted(spared)):

@@ -241,6 +241,26 @@ def test_what_is_made_from_an_overwritten_tensor_is_saved(overwritten: str, agai
     assert {fused.tensors[t].name for t in last.reads} == ({"g", "x", "s"} if again else {"g", "y"})
 
 
+@pytest.mark.parametrize("stack", ["compiled", "fused"])
+def test_what_a_product_of_backward_reads_is_not_recomputed_in_kernels(stack: str):
+    """By hand: of two results of a norm one is within its kernel, and backward reads the other in a product."""
+    b = TraceBuilder()
+    x, rows, y, z = (b.tensor(name, 64, "input" if name == "x" else "activation") for name in ("x", "rows", "y", "z"))
+    deviations, out, g, d, e, p = (b.tensor(name, 64) for name in ("deviations", "out", "g", "d", "e", "p"))
+    b.op("norm", "norm", reads=[x], writes=[rows, deviations])
+    b.op("y", "elementwise", reads=[rows], writes=[y])
+    b.op("z", "elementwise", reads=[y], writes=[z])
+    b.op("out", "matmul", reads=[z], writes=[out])
+    b.op("g", "matmul", reads=[out], writes=[g], phase="backward")
+    b.op("d", "elementwise", reads=[g, y], writes=[d], phase="backward")
+    b.op("e", "elementwise", reads=[d], writes=[e], phase="backward")
+    b.op("p", "matmul", reads=[e, deviations], writes=[p], phase="backward")
+    trace = b.build(outputs=[out, p], carry=())
+    new = with_stack(trace, stack)
+    assert not [each for each in departures(new, trace) if each.what != "repeated"]
+    assert "deviations" in {tensor.name for tensor in new.tensors}
+
+
 def test_random_numbers_are_drawn_once():
     """Backward would draw others: PyTorch's partitioner saves what `native_dropout` drew, hand-written kernels do."""
     trace = made_from("update", random=True)

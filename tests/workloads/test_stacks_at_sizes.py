@@ -19,7 +19,7 @@ from sim.rewrites.resized import Resized
 from sim.rewrites.stack import stream_groups
 from sim.trace import Trace, TraceBuilder
 from workloads import sizes, transformer, with_stack
-from workloads.stacks import STACKS
+from workloads.stacks import STACKS, as_workload
 
 OTHERS = tuple(stack for stack in STACKS if stack != "eager")
 SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 512, "vocab_size": 256}
@@ -63,9 +63,9 @@ def differing(step: dict[str, object], stack: str) -> list[tuple[int, int]]:
     found = []
     for batch, sequence in PAIRS:
         trace = built(step, batch, sequence)
-        as_workload = built(step, batch, sequence, stack)
+        workload = built(step, batch, sequence, stack)
         want = with_stack(alone(trace), stack)
-        if in_full(with_stack(trace, stack)) != in_full(want) or as_workload.hashed_anew() != want.hashed_anew():
+        if in_full(with_stack(trace, stack)) != in_full(want) or workload.hashed_anew() != want.hashed_anew():
             found.append((batch, sequence))
     return found
 
@@ -134,6 +134,57 @@ def test_kernels_are_found_for_each_size():
     sizes = [64, 64, 64, 64], [16, 16, 16, 16], [64, 64, 64, 128], [128, 64, 64, 64], [8, 8, 8, 8]
     found = [[op.name for op in with_stack(like(first, bytes=np.array(each)), "fused").ops] for each in sizes]
     assert found == [["h"], ["h"], ["g", "h"], ["f", "h"], ["h"]]
+
+
+def test_of_two_ops_the_larger_may_be_either():
+    """By hand: a norm and what follows are one kernel where one goes through a multiple of the other's elements."""
+    b = TraceBuilder()
+    x, y, z, u, v, w = (b.tensor(n, 8, "input" if n in "xu" else "activation") for n in "xyzuvw")
+    for name, kind, read, made in (("a", "norm", x, y), ("b", "elementwise", y, z)):
+        b.op(name, kind, reads=[read], writes=[made], flops=1)
+    for name, read, made in (("c", u, v), ("d", v, w)):
+        b.op(name, "elementwise", reads=[read], writes=[made], flops=1)
+    first = b.build(outputs=[z, w], carry=())
+    sizes = [6, 6, 16, 8, 8, 8], [6, 6, 16, 4, 4, 4], [16, 8, 8, 8, 8, 8], [4, 4, 16, 8, 8, 8]
+    found = [[op.name for op in with_stack(like(first, bytes=np.array(each)), "fused").ops] for each in sizes]
+    assert found == [["a", "b", "d"], ["a", "b", "d"], ["b", "d"], ["b", "d"]]
+
+
+def test_scalars_count_nothing_of_an_update_where_they_are_scalars():
+    """By hand: a gradient, and a weight and a moment before and after, of 32 B; and 4 B of steps, which count with a
+    shape of (1,)."""
+    b = TraceBuilder()
+    x, y, z, g, w = (b.tensor(n, 32, r) for n, r in zip("xyzgw", ("input", *2 * ["activation"], "gradient", "weight")))
+    steps = b.tensor("steps", 4, "optimizer_state", shape=())
+    new = b.tensor("new", 32, "weight", replaces=w)
+    b.op("f", "elementwise", reads=[x], writes=[y], flops=1)
+    b.op("h", "elementwise", reads=[y], writes=[z], flops=1)
+    b.op("g", "matmul", reads=[z], writes=[g], phase="backward", flops=1)
+    before = b.tensor("m", 32, "optimizer_state")
+    after = b.tensor("m1", 32, "optimizer_state", replaces=before)
+    b.op("moment", "optimizer", reads=[g, before], writes=[after], phase="update", flops=1)
+    b.op("step", "optimizer", reads=[after, w, steps], writes=[new], phase="update", flops=1)
+    first = b.build()
+
+    def with_steps(shape: tuple[int, ...]) -> Trace:
+        tensors = replace(first.tensor_columns, shape={steps: shape})
+        return Trace(tensors, first.op_columns, outputs=first.outputs, carry=first.carry, meta=first.meta, like=first)
+
+    found = [with_stack(with_steps(shape), "fused").ops[-1].bytes for shape in ((), (), (1,), ())]
+    assert found == [160, 160, 164, 160]
+
+
+def test_all_stacks_of_a_structure_are_kept_in_turn():
+    sizes._known.clear()
+    followed = []
+    over = Resized.over
+    with patch.object(Resized, "over", lambda self, trace: followed.append(trace) or over(self, trace)):
+        for batch in (2, 4, 6, 8):
+            trace = built(STEPS[2], batch, 256)
+            for stack in OTHERS:
+                with_stack(trace, stack)
+                as_workload(trace, stack)
+    assert len(followed) == 2 * 2 * len(OTHERS)  # of the first two batches they are made
 
 
 def test_a_workload_of_a_stack_shares_its_structure_with_those_of_other_sizes():

@@ -485,3 +485,29 @@ def test_experts_without_tokens_keep_their_weights_and_states() -> None:
             assert used or (t.role != "gradient" and not trace.readers(t.id) and trace.replaced_by[t.id] < 0)
     held = sum(t.bytes for t in trace.tensors if t.role == "optimizer_state" and t.replaces is None)
     assert held == 2 * sum(t.bytes for t in trace.tensors if t.role == "weight" and t.replaces is None)
+
+
+def test_an_expert_that_no_token_of_the_first_microbatch_chose_has_a_gradient_all_the_same():
+    config = {
+        "model_type": "mixtral",
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 150,
+        "max_position_embeddings": 512,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "experts_implementation": "eager",
+    }
+    trace = transformer(config, batch=4, sequence=1, micro_batches=4)
+    loads = [layers["0"] for layers in trace.meta["expert_loads"]]
+    assert 0 in loads[0]
+    assert any(not first and any(later) for first, *later in zip(*loads, strict=True))
+    read = {trace.tensors[t].name for op in trace.ops if op.phase == "update" for t in op.reads}
+    for expert, chosen in enumerate(zip(*loads, strict=True)):
+        name = f"h0.mlp.expert{expert}.down.weight"
+        sums = [op for op in trace.ops if op.name.endswith(f"{name}.grad.accumulate")]
+        assert len([each for each in read if f"{name}.grad" in each]) == any(chosen)
+        assert len(sums) == max(0, sum(load > 0 for load in chosen) - 1)
