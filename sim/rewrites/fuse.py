@@ -111,7 +111,8 @@ def fusion(
         Fused(tuple([new.old_ops[op] for op in each.computed])) if each.fused else new.old_ops[each.ops[0]]
         for each in pieces
     ]
-    reads, writes = ([[ids[t] for t in some] for some in way] for way in zip(*((p.reads, p.writes) for p in pieces)))
+    reads = [[ids[t] for t in each.reads] for each in pieces]
+    writes = [[ids[t] for t in each.writes] for each in pieces]
     described = _described(trace, pieces, kernels, rows, streams)
     new.extend_ops([each.ops[-1] for each in pieces], claims, reads, writes, described)
     carry = [(ids[a], ids[b]) for a, b in trace.carry]

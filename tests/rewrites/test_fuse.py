@@ -212,3 +212,10 @@ def test_fused_ops_compute_what_their_parts_computed(data: st.DataObject) -> Non
     assert plain == mine
     used = {int(t) for t in np.unique(np.concatenate([fused.op_columns.read_ids, fused.op_columns.write_ids]))}
     assert {t for t in range(len(fused.tensors)) if fused.producer[t] >= 0} <= used
+
+
+def test_of_no_ops_there_are_no_kernels():
+    b = TraceBuilder()
+    b.tensor("x", 8, "weight")
+    trace = b.build()
+    assert not fuse(trace, []).ops
