@@ -106,7 +106,7 @@ def main() -> NoReturn:
 
 
 @cache
-def _program() -> Any:
+def parser() -> Any:
     """All commands, as they are parsed; they are built once, for that takes longer than many a command."""
     return typer.main.get_command(app)
 
@@ -120,7 +120,7 @@ def _status() -> int:
 
     try:
         with told_on_stderr():
-            code = _program()(standalone_mode=False)
+            code = parser()(standalone_mode=False)
         sys.stdout.flush()
     except typer.Exit as error:
         code = error.exit_code

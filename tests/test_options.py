@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from sim.cli import app
+from sim.cli import app, parser
 from sim.commands import runs, traces
 from sim.commands.declaring import REGISTRIES, defaults, filled
 from sim.commands.options import AXES, JSON, OUT
@@ -26,6 +26,9 @@ SMALL = ("--model", "gpt2", "--batch", "1", "--seq", "16", "--optimizer")
 def lion(monkeypatch):
     """An optimizer that a single entry of the registry makes known: one state, in place."""
     monkeypatch.setitem(OPTIMIZERS, "lion_test", (Step.sgd, ("m",)))
+    parser.cache_clear()
+    yield
+    parser.cache_clear()
 
 
 @pytest.mark.parametrize("command", [("run",), ("compare",), ("trace", "build")])

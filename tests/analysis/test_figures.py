@@ -13,6 +13,7 @@ from sim.analysis import figures as declared
 from sim.analysis import registry
 from sim.analysis.figures import BESIDE, Figure, columns, figures, known
 from sim.analysis.registry import analyses, as_records
+from sim.cli import parser
 from sim.errors import TiersimError
 from sim.log import EventLog
 from sim.pages import run_view
@@ -55,10 +56,10 @@ def made_up(monkeypatch):
     }
     there = registry.modules()
     monkeypatch.setattr(registry, "modules", lambda: (*there, module))
-    for cached in (figures, analyses):
+    for cached in (figures, analyses, parser):
         cached.cache_clear()
     yield
-    for cached in (figures, analyses):
+    for cached in (figures, analyses, parser):
         cached.cache_clear()
 
 
