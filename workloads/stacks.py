@@ -176,8 +176,8 @@ def not_saved(trace: Trace, groups: Sequence[Sequence[int]], stack: str = "compi
     for graph in graphs:
         kept |= {graph.nodes[i].tensor for i in Partitioner(graph).saved(1.0, PICKERS["dp"])}
     grouped = {op for group in groups for op in group}
-    again = recomputable(trace)
-    found = {op for op in joint.from_saved(kept).reruns if op in grouped and again[op]}
+    may_rerun = recomputable(trace)
+    found = {op for op in joint.from_saved(kept).reruns if op in grouped and may_rerun[op]}
     # what a kernel that fuses with nothing reads has to be in memory, and so has what that is made from
     c = trace.op_columns
     for op in sorted(found):

@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.rewrites.kernels import Table
-from sim.trace.graph import Trace
-from sim.trace.tensor import ROLE_CODE
+from sim.trace.graph import PERSISTENT, Trace
 
 Ints = NDArray[np.int64]
 WIDTHS = {"fp64": 8, "int64": 8, "fp32": 4, "int32": 4, "bf16": 2, "fp16": 2}
-UPDATED = tuple(ROLE_CODE[role] for role in ("weight", "optimizer_state"))
 MOST = 2**63 - 1
 
 
@@ -24,8 +22,8 @@ class _Elements:
     def __init__(self, trace: Trace) -> None:
         t, c = trace.tensor_columns, trace.op_columns
         self._width = np.fromiter((WIDTHS.get(dtype, 1) for dtype in t.dtype), np.int64, len(t.dtype))
-        self._updated = np.isin(t.role, UPDATED)
-        self._operands = [(start, ids) for start, ids in ((c.read_start, c.read_ids), (c.write_start, c.write_ids))]
+        self._updated = np.isin(t.role, PERSISTENT)
+        self._operands = (c.read_start, c.read_ids), (c.write_start, c.write_ids)
 
     def of_tensors(self, trace: Trace) -> Ints:
         """Per tensor its elements, by its shape where it has one."""
@@ -120,7 +118,7 @@ class Compared:
 
 def _sums_over_rows(trace: Trace, of_tensors: Sequence[int], op: int) -> bool:
     t, made = trace.tensor_columns, trace.all_writes[op]
-    read = [x for x in trace.distinct_reads[op] if t.role[x] not in UPDATED]
+    read = [x for x in trace.distinct_reads[op] if t.role[x] not in PERSISTENT]
     if not made or not read:
         return True
     shape = t.shape.get(max(read, key=lambda x: t.bytes[x]))

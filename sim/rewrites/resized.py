@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.rewrites.kernels import KernelRows
+from sim.rewrites.rewriter import followed
 from sim.trace.graph import Trace
-from sim.trace.origin import Expr, Origin, Same, leaves
+from sim.trace.origin import Expr, Origin, leaves
 
 Ints = NDArray[np.int64]
 OF_OPS = ("flops", "bytes", "workspace")
@@ -146,7 +147,7 @@ def _followed(
 
     columns, sparse: those of sizes, old and new.
     """
-    of = np.array([expr.id if isinstance(expr, Same) else -1 for expr in exprs], np.int64)
+    of = followed(exprs)
     for old, new in columns:
         of[(of >= 0) & (old[of] != new)] = -1
     for row, old_row in enumerate(of.tolist()):

@@ -196,11 +196,12 @@ class Rewriter:
     @property
     def followed(self) -> tuple[Ints, Ints]:
         """Per tensor and per op of the new trace the one of the old trace that it stands for, -1 for none."""
-        tensors, ops = (
-            np.array([each.id if isinstance(each, Same) else -1 for each in claims], np.int64)
-            for claims in (self._tensors, self._ops)
-        )
-        return tensors, ops
+        return followed(self._tensors), followed(self._ops)
+
+
+def followed(claims: Sequence[Expr]) -> Ints:
+    """Per row of a new trace that of the old one which it stands for, -1 for none."""
+    return np.array([each.id if isinstance(each, Same) else -1 for each in claims], np.int64)
 
 
 def with_columns(trace: Trace, meta: Mapping[str, Any] | None = None, **columns: Any) -> Trace:

@@ -14,7 +14,7 @@ from itertools import repeat
 
 import numpy as np
 
-from sim.rewrites.compared import UPDATED, Compared
+from sim.rewrites.compared import Compared
 from sim.rewrites.fuse import STREAMED, Fusion, fusion
 from sim.rewrites.fused_update import tiles, touched_once
 from sim.trace.columns import row_sums
@@ -61,7 +61,7 @@ def fuse_streams(
     role = trace.tensor_columns.role.tolist()
 
     def touched(reads: Sequence[int], writes: Sequence[int]) -> Sequence[int]:
-        if any(role[t] in UPDATED for t in writes):
+        if any(role[t] in PERSISTENT for t in writes):
             return touched_once(trace, reads, writes)
         return (*reads, *writes)
 
@@ -201,7 +201,7 @@ def recomputed_inside(trace: Trace, groups: Sequence[Sequence[int]], compared: C
     if what has to be saved for that takes fewer bytes.
     compared: what asks about the trace's sizes.
     """
-    compared, again_of = compared or Compared(trace), recomputable(trace)
+    compared, may_rerun = compared or Compared(trace), recomputable(trace)
     phase, producer = trace.op_columns.phase.tolist(), trace.producer.tolist()
     persistent = np.isin(trace.tensor_columns.role, PERSISTENT).tolist()
     found: set[int] = set()
@@ -224,14 +224,14 @@ def recomputed_inside(trace: Trace, groups: Sequence[Sequence[int]], compared: C
         spared: set[int] = set()
         for op in group:
             inner = [t for t in trace.all_writes[op] if t in saved]
-            if not inner or not again_of[op]:
+            if not inner or not may_rerun[op]:
                 continue
             readers = [r for t in inner for r in trace.readers(t)]
             outside = any(phase[r] == FORWARD and grouped.get(r) != k for r in readers) or outputs.intersection(inner)
             if not outside and is_read_by_kernels(op):
                 spared.update(inner)
         again, leaves = _closure(trace, spared, set(group))
-        if not spared or not all(again_of[op] and is_read_by_kernels(op) for op in again):
+        if not spared or not all(may_rerun[op] and is_read_by_kernels(op) for op in again):
             continue
         new = [t for t in sorted(leaves) if t not in saved and producer[t] >= 0 and not persistent[t]]
         if compared.are_fewer(new, sorted(spared)):
