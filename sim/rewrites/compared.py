@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import repeat
 from math import prod
 
 import numpy as np
@@ -21,7 +22,7 @@ class _Elements:
 
     def __init__(self, trace: Trace) -> None:
         t, c = trace.tensor_columns, trace.op_columns
-        self._width = np.fromiter((WIDTHS.get(dtype, 1) for dtype in t.dtype), np.int64, len(t.dtype))
+        self._width = np.array(list(map(WIDTHS.get, t.dtype, repeat(1))), np.int64)
         self._updated = np.isin(t.role, PERSISTENT)
         self._operands = (c.read_start, c.read_ids), (c.write_start, c.write_ids)
 
@@ -31,7 +32,7 @@ class _Elements:
         found: Ints = t.bytes // self._width
         if t.shape:
             known = {shape: min(prod(shape), MOST) for shape in dict.fromkeys(t.shape.values())}
-            found[list(t.shape)] = [known[shape] for shape in t.shape.values()]
+            found[list(t.shape)] = list(map(known.__getitem__, t.shape.values()))
         return found
 
     def of_ops(self, of_tensors: Ints) -> Ints:
@@ -89,18 +90,18 @@ class Compared:
     def close(self) -> None:
         """Note all answers: nothing more will be asked."""
         assert self._trace is not None
-        self._answers = self._answered(self._trace)
+        counts = np.array(self.of_tensors, np.int64), np.array(self.of_ops, np.int64)
+        self._answers = self._answered(self._trace, *counts)
         self._trace, self.of_tensors, self.of_ops = None, [], []
 
     def is_alike(self, trace: Trace) -> bool:
         """Whether all answers are the same for another trace of the structure, and what else of sizes decides kernels:
         which tensors are scalars, and which ops compute nothing."""
-        return bool(self._answered(trace) == self._answers)
-
-    def _answered(self, trace: Trace) -> tuple[Hashable, ...]:
-        t = trace.tensor_columns
         of_tensors = self._elements.of_tensors(trace)
-        of_ops = self._elements.of_ops(of_tensors)
+        return self._answered(trace, of_tensors, self._elements.of_ops(of_tensors)) == self._answers
+
+    def _answered(self, trace: Trace, of_tensors: Ints, of_ops: Ints) -> tuple[Hashable, ...]:
+        t = trace.tensor_columns
         (a, b), (few, many) = (
             of_ops[np.array(pairs, np.int64).reshape(-1, 2)].T for pairs in (self._pairs, self._multiples)
         )

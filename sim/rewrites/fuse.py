@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sim.errors import TraceError
 from sim.rewrites.kernels import Ints, KernelRows, Kernels
 from sim.rewrites.rewriter import Rewriter
@@ -125,7 +127,7 @@ def _described(
 ) -> dict[str, dict[int, Any]]:
     """The fields of kernels in which they differ from the last op that each computes, by row."""
     c = trace.op_columns
-    kind, flops, priority = c.kind.tolist(), c.flops.tolist(), c.priority.tolist()
+    kind, flops, priority, random = c.kind.tolist(), c.flops.tolist(), c.priority.tolist(), c.random.tolist()
     try:
         fields = {key: dict(zip(rows, column.tolist())) for key, column in kernels.sizes(trace).items()}
     except OverflowError:
@@ -139,7 +141,7 @@ def _described(
         products = [op for op in piece.ops if kind[op] == KIND_CODE[PRODUCT]]
         streamed = streams and KINDS[kind[last]] in STREAMED
         fields["kind"][row] = KIND_CODE[PRODUCT if products else "elementwise" if streamed else KINDS[kind[last]]]
-        fields["random"][row] = bool(c.random[computed].any())
+        fields["random"][row] = True in [random[op] for op in computed]
         fields["priority"][row] = min([priority[op] for op in piece.ops])
         fields["dtype"][row] = _widest([(c.dtype[op], flops[op]) for op in products or computed])
         fields["splits"][row] = _splits(trace, piece.ops, set(piece.writes)) if streams else ()
@@ -238,15 +240,19 @@ def _pieces(
     order = _hoisted(trace, groups, group_of) if mixed else range(len(all_reads))
     for place, op in enumerate(order):
         group, reads, writes = group_of.get(op, -1), all_reads[op], all_writes[op]
-        before = [made[t] for t in reads if t in made] if collecting else []  # all of them come before this op
-        if overwrites and collecting:
-            overwritten = [replaces[t] for t in writes if replaces[t] >= 0]
-            before += [made[t] for t in overwritten if t in made]
-            before += [piece for t in overwritten for piece in read.get(t, ())]
-        due = {piece.started: piece.group for piece in before if collecting.get(piece.group) is piece}
-        for _, k in sorted(due.items()):
-            if k != group:
-                pieces.append(collecting.pop(k))
+        if collecting:
+            before = [made[t] for t in reads if t in made]  # all of them come before this op
+            if overwrites:
+                overwritten = [replaces[t] for t in writes if replaces[t] >= 0]
+                before += [made[t] for t in overwritten if t in made]
+                before += [piece for t in overwritten for piece in read.get(t, ())]
+            due = {piece.started: piece.group for piece in before if collecting.get(piece.group) is piece}
+            for _, k in sorted(due.items()):
+                if k != group:
+                    pieces.append(collecting.pop(k))
+        elif made:  # of pieces that are complete
+            made.clear()
+            read.clear()
         if group < 0:
             pieces.append(_Piece([op], phase[op]))
             continue
@@ -273,7 +279,8 @@ def _complete(trace: Trace, pieces: Sequence[_Piece], recomputed: Collection[int
     phase, producer, name = trace.op_columns.phase.tolist(), trace.producer.tolist(), trace.op_columns.name
     again = {t for op in recomputed for t in writes[op]}
     for piece in pieces:
-        stack = [t for op in piece.ops for t in reads[op] if t in again] if again else []
+        found = [t for op in piece.ops for t in reads[op]]
+        stack = [] if again.isdisjoint(found) else [t for t in found if t in again]
         inside = set(piece.ops if stack else ())
         while stack:
             op = producer[stack.pop()]
@@ -283,13 +290,13 @@ def _complete(trace: Trace, pieces: Sequence[_Piece], recomputed: Collection[int
                 stack += [t for t in reads[op] if t in again]
         if piece.again and not piece.grouped:
             raise TraceError(f"fuse: op {name[piece.ops[0]]!r} is in no group, but reads {name[piece.again[0]]!r}")
-        piece.again.sort()
-        computed = piece.computed
-        if len(computed) == 1:
-            piece.reads = list(reads[computed[0]])
+        if len(piece.ops) == 1 and not piece.again:
+            piece.reads = found
             continue
-        made = {t for op in computed for t in writes[op]}
-        piece.reads = [t for t in dict.fromkeys([t for op in computed for t in reads[op]]) if t not in made]
+        piece.again.sort()
+        made = {t for op in piece.computed for t in writes[op]}
+        again_reads = [t for op in piece.again for t in reads[op]]
+        piece.reads = [t for t in dict.fromkeys(again_reads + found) if t not in made]
 
 
 def _hoisted(trace: Trace, groups: Sequence[Sequence[int]], group_of: Mapping[int, int]) -> Iterator[int]:
@@ -298,21 +305,20 @@ def _hoisted(trace: Trace, groups: Sequence[Sequence[int]], group_of: Mapping[in
     Otherwise an op between them that reads what the first of them writes would cut the group. What overwrites a
     tensor keeps its place.
     """
-    reads, producer, over = trace.distinct_reads, trace.producer.tolist(), trace.tensor_columns.replaces >= 0
-    placed = [False] * len(reads)
+    reads, writes, over = trace.distinct_reads, trace.all_writes, trace.tensor_columns.replaces >= 0
+    placed, made = [False] * len(reads), set(np.flatnonzero(trace.producer < 0).tolist())
     fixed = set(trace.producer[over].tolist())
     for op in range(len(reads)):
         if placed[op]:
             continue
         placed[op] = True
+        made.update(writes[op])
         yield op
-        if op not in group_of:
-            continue
-        for other in groups[group_of[op]]:
-            if placed[other] or other in fixed:
-                continue
-            if all(producer[t] < 0 or placed[producer[t]] for t in reads[other]):
+        group = groups[group_of[op]] if op in group_of else ()
+        for other in group if len(group) > 1 else ():
+            if not placed[other] and other not in fixed and made.issuperset(reads[other]):
                 placed[other] = True
+                made.update(writes[other])
                 yield other
 
 

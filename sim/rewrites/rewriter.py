@@ -187,9 +187,11 @@ class Rewriter:
             base = self.trace.origin.base if self.trace.origin else self.trace.content_hash
         of_ranks = ranks, dealt, tensor, steps, experts, context, group
         origin = Origin(base, tuple(self._tensors), tuple(self._ops), iterations, *of_ranks)
-        new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=origin.over(self.trace))
-        new = new if not has_points(self.trace) else carry_releases(self.trace, new, origin)
-        if claimed:
+        held = has_points(self.trace)  # where tensors are released the origin says
+        said = origin.over(self.trace) if claimed or held else None
+        new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=said)
+        new = carry_releases(self.trace, new, origin) if held else new
+        if claimed or not held:
             return new
         return Trace(new.tensor_columns, new.op_columns, outputs=new.outputs, carry=new.carry, meta=new.meta, like=new)
 

@@ -116,7 +116,9 @@ class _Groups:
         found = [MICROBATCH.search(name) if "mb" in name else None for name in c.name]
         microbatch = [match.group(1) if match else "" for match in found]
         engine = map(c.engine.get, range(len(c.name))) if c.engine else repeat("")
-        self.place = list(zip(self.phase, op_layers(trace).tolist(), c.device.tolist(), microbatch, engine))
+        places = list(zip(self.phase, op_layers(trace).tolist(), c.device.tolist(), microbatch, engine))
+        number = {place: k for k, place in enumerate(dict.fromkeys(places))}
+        self.place = [number[place] for place in places]
         self.root = list(range(len(c.name)))
         self.of_weights: set[int] = set()
         self.rows: dict[int, bool] = {}  # by root: whether a reduction of rows is in it
@@ -126,18 +128,20 @@ class _Groups:
     def found(self) -> list[list[int]]:
         """All groups, each in program order."""
         depth, ops = self.depths(), [op for op, streamed in enumerate(self.streamed) if streamed]
+        kind, place, producer, streamed = self.kind, self.place, self.producer, self.streamed
         weight = (self.trace.tensor_columns.role == WEIGHT).tolist()
         for op in ops:
             reads = self.reads[op]
-            if reads and all(weight[t] or self.producer[t] in self.of_weights for t in reads):
+            producers = {producer[t] for t in reads}
+            if reads and self.of_weights.issuperset([producer[t] for t in reads if not weight[t]]):
                 self.of_weights.add(op)
-            sums = self.kind[op] == REDUCE and self.compared.sums_over_rows(op)
-            self.rows[op] = self.kind[op] in ROW_WISE or (self.kind[op] == REDUCE and not sums)
+            sums = kind[op] == REDUCE and self.compared.sums_over_rows(op)
+            self.rows[op] = kind[op] in ROW_WISE or (kind[op] == REDUCE and not sums)
             self.sums[op] = sums
             if sums and not self.columns:
                 continue
-            for p in sorted({self.producer[t] for t in reads}):
-                if p >= 0 and self.streamed[p] and depth[p] == depth[op] and self.place[p] == self.place[op]:
+            for p in sorted(producers):
+                if p >= 0 and streamed[p] and depth[p] == depth[op] and place[p] == place[op]:
                     self.join(p, op)
         groups: dict[int, list[int]] = {}
         for op in ops:
@@ -146,20 +150,23 @@ class _Groups:
 
     def depths(self) -> list[int]:
         """Per op its depth: the least, or where only streamed ops of one greater depth read it, theirs."""
-        count, streamed, phase = len(self.root), self.streamed, self.phase
+        count, streamed, phase, producer = len(self.root), self.streamed, self.phase, self.producer
         depth = [0] * count
         readers: list[list[int]] = [[] for _ in range(count)]
         for op, reads in enumerate(self.reads):
             least = 0
             for t in reads:
-                p = self.producer[t]
+                p = producer[t]
                 if p >= 0:
-                    least = max(least, depth[p] + (not streamed[p]))
+                    behind = depth[p] if streamed[p] else depth[p] + 1
+                    if behind > least:
+                        least = behind
                     readers[p].append(op)
             depth[op] = least
         ends = {self.producer[t] for t in self.trace.outputs}
-        for op in reversed(range(count)):
-            if streamed[op] and op not in ends and all(streamed[r] for r in readers[op]):
+        fusible = {op for op in range(count) if streamed[op]}
+        for op in sorted(fusible - ends, reverse=True):
+            if fusible.issuperset(readers[op]):
                 later = {depth[r] for r in readers[op] if phase[r] == phase[op]}
                 if len(later) == 1:
                     depth[op] = max(depth[op], *later)

@@ -147,9 +147,10 @@ def _graphs_of(
     trace = index.trace
     parts, unread = [Region(tuple(joint.forward), joint.backward)], [unread_of(trace)]
     if regions == "layer":
-        parts = layer_regions(index, policy)
-        layer = op_layers(trace)
-        unread = [unread_of(trace, int(layer[one.forward[0]])) for one in parts]
+        parts, layer, by_layer = layer_regions(index, policy), op_layers(trace), dict[int, list[int]]()
+        for t in unread[0]:
+            by_layer.setdefault(int(trace.tensor_columns.layer[t]), []).append(t)
+        unread = [by_layer.get(int(layer[one.forward[0]]), []) for one in parts]
     graphs = [
         joint_graph(index, set(one.forward), set(one.backward), runtimes, idle)
         for one, idle in zip(parts, unread, strict=True)
@@ -160,15 +161,10 @@ def _graphs_of(
     return graphs, eager | {t for op in joint.backward if op not in undoing for t in index.reads[op]}
 
 
-def unread_of(trace: Trace, layer: int | None = None) -> list[int]:
-    """The weights and inputs that no op reads; of one layer, where one is given.
-
-    A module takes them all the same, and a compiler counts them among what enters.
-    """
-    c = trace.tensor_columns
-    idle = (trace.producer < 0) & (trace.last_use < 0) & np.isin(c.role, TAKEN)
-    if layer is not None:
-        idle &= c.layer == layer
+def unread_of(trace: Trace) -> list[int]:
+    """The weights and inputs that no op reads: a module takes them all the same, and a compiler counts them among what
+    enters."""
+    idle = (trace.producer < 0) & (trace.last_use < 0) & np.isin(trace.tensor_columns.role, TAKEN)
     return np.flatnonzero(idle).tolist()
 
 

@@ -18,6 +18,9 @@ CHEAP = ("elementwise", "norm", "softmax", "loss", "copy", "codec", "reduce")
 INTENSIVE = ("matmul", "conv", "attention")
 """Kinds of op that are bound by arithmetic, and that alone have FLOPs in PyTorch's count."""
 
+TRAITS = [(kind in CHEAP, kind in INTENSIVE, kind == "copy", kind == "reduce", kind == "loss") for kind in KINDS]
+"""Per kind of op whether it is cheap, compute-intensive, a copy, a reduction, a loss."""
+
 OUTSIDE = -1
 """The user of what leaves the graph."""
 
@@ -86,7 +89,7 @@ class JointGraph:
         if any(_copy_of(index, op) != (node.view, node.joins) for op, node in copies.items()):
             return None
         new = replace(self, size=_sizes(self.nodes, index), runtime=_runtimes(self.nodes, index, runtimes))
-        known = ("users", "required", "order", "distance", "entering")  # no size has a part in them
+        known = ("users", "required", "inner_users", "order", "distance", "entering")  # no size has a part in them
         vars(new).update((name, vars(self)[name]) for name in known if name in vars(self))
         return new
 
@@ -95,7 +98,8 @@ class JointGraph:
         """Per node its users, once each, in program order, and `OUTSIDE` last."""
         found: list[list[int]] = [[] for _ in self.nodes]
         for i, node in enumerate(self.nodes):
-            for argument in dict.fromkeys(node.arguments):
+            arguments = node.arguments
+            for argument in arguments if len(arguments) < 2 else dict.fromkeys(arguments):
                 found[argument].append(i)
         for i, leaves in enumerate(self.leaves):
             if leaves:
@@ -117,6 +121,12 @@ class JointGraph:
         return found
 
     @cached_property
+    def inner_users(self) -> list[list[int]]:
+        """Per node its users that are required."""
+        required = [*self.required, False]  # the last is `OUTSIDE`
+        return [[user for user in users if required[user]] for users in self.users]
+
+    @cached_property
     def order(self) -> dict[int, int]:
         """The place of each required node among them."""
         return {i: place for place, i in enumerate(i for i, needed in enumerate(self.required) if needed)}
@@ -127,8 +137,7 @@ class JointGraph:
         found = [NEVER_NEEDED if needed else 0 for needed in self.required]
         for i in reversed(range(len(self.nodes))):
             if self.required[i]:
-                found[i] = min((found[u] + 1 for u in self.users[i] if u >= 0), default=NEVER_NEEDED)
-                found[i] = min(found[i], NEVER_NEEDED)
+                found[i] = min([found[u] + 1 for u in self.users[i] if u != OUTSIDE] + [NEVER_NEEDED])
         return found
 
     @cached_property
@@ -207,32 +216,38 @@ class _Builder:
         gradient = role == ROLE_CODE["gradient"] or (producer >= 0 and index.phase[producer] == BACKWARD)
         readers = [r for r in self.trace.readers(t) if r in self.inside]
         self.node_of[t] = len(self.nodes)
-        self.nodes.append(Node(-1, t, static=bool(role in PERSISTENT)))
-        self.is_backward.append(bool(gradient and all(r in backward for r in readers)))
-        self.leaves.append(False)
+        entering = bool(gradient and all(r in backward for r in readers))
+        self._append(Node(-1, t, static=bool(role in PERSISTENT)), entering, False)
 
     def _add(self, op: int, backward: bool) -> None:
-        index, kind, random = self.index, KINDS[self.index.kind[op]], self.index.random[op]
-        reads, writes = [self.node_of[t] for t in index.reads[op]], index.writes[op]
-        copies, intensive = kind == "copy", kind in INTENSIVE
+        index, inside, node_of = self.index, self.inside, self.node_of
+        cheap_kind, intensive, copies, reduces, loses = TRAITS[index.kind[op]]
+        random, writes = index.random[op], index.writes[op]
+        reads = [node_of[t] for t in index.reads[op]]
         view, joins = _copy_of(index, op) if copies else (False, False)
-        cheap = kind in CHEAP and not random and not joins
-        fixed = op in index.communicating or max(op + 1, self.last) > index.recomputable_until[op]
+        cheap = cheap_kind and not random and not joins
+        until = index.recomputable_until[op]
+        fixed = until <= op or until < self.last or op in index.communicating
         traits = cheap, cheap or random, intensive, random, view, joins, False, copies, fixed
-        whole = len(writes) > 1 and (not cheap or view or kind == "reduce")
+        whole = len(writes) > 1 and (not cheap or view or reduces)
         readers_of = [self.trace.readers(t) for t in writes]
         unread = not backward and not any(readers_of)
         if whole:
-            self.nodes.append(Node(op, -1, reads, *traits))
-            self.is_backward.append(backward)
-            self.leaves.append(False)
+            self._append(Node(op, -1, reads, *traits), backward, False)
             reads = [len(self.nodes) - 1]
         for t, readers in zip(writes, readers_of):
-            leaves = t in index.outputs or any(r not in self.inside and index.phase[r] == FORWARD for r in readers)
-            leaves |= unread or (kind == "loss" and not backward and bool(readers) and readers[0] >= self.first)
+            leaves = unread or t in index.outputs
+            if not leaves and not inside.issuperset(readers):
+                leaves = any(r not in inside and index.phase[r] == FORWARD for r in readers)
+            if loses and not backward and readers and readers[0] >= self.first:
+                leaves = True
             if whole and not readers and not leaves:
                 continue
-            self.node_of[t] = len(self.nodes)
-            self.nodes.append(Node(op, t, reads, part=True) if whole else Node(op, t, reads, *traits))
-            self.is_backward.append(backward)
-            self.leaves.append(leaves)
+            node_of[t] = len(self.nodes)
+            node = Node(op, t, reads, part=True) if whole else Node(op, t, reads, *traits)
+            self._append(node, backward, leaves)
+
+    def _append(self, node: Node, backward: bool, leaves: bool) -> None:
+        self.nodes.append(node)
+        self.is_backward.append(backward)
+        self.leaves.append(leaves)

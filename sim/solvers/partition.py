@@ -95,10 +95,16 @@ class Partitioner:
         graph, banned = self.graph, self._banned(bans, allowed)
         read, needed = [False] * len(graph.nodes), [False] * len(graph.nodes)  # by backward; by what is recomputed
         for i in reversed(range(len(graph.nodes))):
-            if not graph.backward[i]:
-                users = [user for user in graph.users[i] if user != OUTSIDE]
-                read[i] = any(graph.backward[user] for user in users)
-                needed[i] = read[i] or any(needed[user] and user not in banned for user in users)
+            if graph.backward[i]:
+                continue
+            for user in graph.users[i]:
+                if user == OUTSIDE:
+                    continue
+                if graph.backward[user]:
+                    read[i] = needed[i] = True
+                    break
+                if needed[user] and user not in banned:
+                    needed[i] = True
         if any(read[i] and graph.nodes[i].tensor < 0 for i in banned):
             raise OverflowError("no cut: what backward reads can neither be saved nor recomputed")
         saved = {i for i in banned if read[i]}
@@ -187,28 +193,29 @@ class Partitioner:
     def _far_apart(self, banned: Collection[int], ban: Callable[[int], None]) -> None:
         """Ban users of a value that lie behind the first op that does not fuse, counted from its first user on."""
         graph, order = self.graph, self.graph.order
-        for used in order:
-            users = [user for user in graph.users[used] if user != OUTSIDE and graph.required[user]]
+        place = list(order)
+        for used in place:
+            users = graph.inner_users[used]
             if len(users) < 2:  # none lies behind the first
                 continue
-            first = self._first_unfused(users, max(order[user] for user in users))
+            first = self._first_unfused(place, users, max([order[user] for user in users]))
             for user in users:
                 if order[user] > first and self.fuses(used, user) and user not in banned:
                     ban(user)
 
-    def _first_unfused(self, start: Sequence[int], furthest: int) -> int:
+    def _first_unfused(self, place: Sequence[int], start: Sequence[int], furthest: int) -> int:
+        """place: the required nodes in order."""
         graph, order = self.graph, self.graph.order
         queue = [(order[node], True) for node in start]
         heapq.heapify(queue)
-        place = list(order)
         seen = set(queue)
         while queue:
             at, fused = heapq.heappop(queue)
             seen.discard((at, fused))
             if not fused:
                 return at
-            for user in graph.users[place[at]]:
-                if user == OUTSIDE or not graph.required[user] or order[user] > furthest:
+            for user in graph.inner_users[place[at]]:
+                if order[user] > furthest:
                     continue
                 step = (order[user], self.fuses(place[at], user))
                 if step not in seen:
@@ -230,6 +237,6 @@ class Partitioner:
                 if order[node] > order[start] + FAR and not queue:
                     ban(node)
                     break
-                for user in graph.users[node]:
-                    if user != OUTSIDE and graph.required[user] and self.fuses(node, user) and user not in banned:
+                for user in graph.inner_users[node]:
+                    if self.fuses(node, user) and user not in banned:
                         heapq.heappush(queue, (order[user], user))

@@ -178,15 +178,21 @@ class TraceIndex:
         A value that an op in place overwrites may be recomputed just before it; but an overwritten input is lost.
         """
         last = dict.fromkeys(ops, len(self.reads))  # but for those that receive, or read what is overwritten
-        for op in sorted(op for op in last if op in self._losing):
-            ends = [max(self.overwritten_at[t], last.get(self.producer[t], 0)) for t in self.reads[op]]
-            last[op] = 0 if op in self.received else min(ends)
+        at, producer = self.overwritten_at, self.producer
+        for op, lost in self._losing.items():
+            if op in last:
+                last[op] = min([max(at[t], last.get(producer[t], 0)) for t in lost], default=0)
         return last
 
     @of_structure
-    def _losing(self) -> set[int]:
-        """Ops that receive, or that read what is overwritten."""
-        return {*self.received, *(reader for t in self.overwritten for reader in self.trace.readers(t))}
+    def _losing(self) -> dict[int, list[int]]:
+        """In order, the ops that read what is overwritten, with these tensors, and those that receive, with none."""
+        found: dict[int, list[int]] = {op: [] for op in self.received}
+        for t in self.overwritten:
+            for reader in self.trace.readers(t):
+                if reader not in self.received:
+                    found.setdefault(reader, []).append(t)
+        return dict(sorted(found.items()))
 
     @of_structure
     def recomputable_from_inputs(self) -> list[int]:
