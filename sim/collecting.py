@@ -21,3 +21,26 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+class Seldom:
+    """What runs many jobs in a process, and searches for garbage every `COLLECT_EVERY` ops of theirs."""
+
+    def __init__(self) -> None:
+        self._ops = 0
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Within, nothing but this searches."""
+        with uncollected():
+            yield
+
+    def count(self, ops: int) -> None:
+        """Note that a job has so many ops."""
+        self._ops += ops
+
+    def collect_if_due(self) -> None:
+        """Search if enough ops were counted since the last time."""
+        if self._ops >= COLLECT_EVERY:
+            self._ops = 0
+            gc.collect()

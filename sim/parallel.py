@@ -6,19 +6,17 @@ the caller's own objects. A policy that cannot be pickled, or that another proce
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from sim.collecting import COLLECT_EVERY, uncollected
+from sim.collecting import Seldom, uncollected
 from sim.experiment import reference_for
 from sim.least_time import LowerBound, lower_bound
 from sim.limits import usually_limited
@@ -99,25 +97,17 @@ def answers(
                     path.unlink()
 
 
-class Bench:
+class Bench(Seldom):
     """Runs requests one after another in this process; see `sim.sweeps.worker`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._settings: dict[str, Setting] = {}
-        self._ops = 0
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Within, nothing but this searches for garbage, every `COLLECT_EVERY` ops."""
-        with uncollected():
-            yield
 
     def run(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Write the answer to a file. `why`: what keeps this process from answering, "" for nothing."""
         outcome = self._run(task)
-        if self._ops >= COLLECT_EVERY:
-            self._ops = 0
-            gc.collect()
+        self.collect_if_due()
         return outcome
 
     def _run(self, task: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +116,7 @@ class Bench:
             if task["folder"] not in self._settings:
                 self._settings[task["folder"]] = pickle.loads((folder / "setting").read_bytes())
             setting = self._settings[task["folder"]]
-            self._ops += len(setting.trace.op_columns.name)
+            self.count(len(setting.trace.op_columns.name))
             if i == BOUND:
                 least = lower_bound(setting.trace, setting.limited)
                 (folder / f"answer-{i}").write_bytes(_dumped(least, _names(setting)))

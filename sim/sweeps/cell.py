@@ -10,13 +10,11 @@ workload and policy from the time when the cell got its identity.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import Any
 from sim.analysis.figure import Reference
 from sim.analysis.peak_memory import home_peak
 from sim.analysis.summary import summarize
-from sim.collecting import COLLECT_EVERY, uncollected
+from sim.collecting import Seldom, uncollected
 from sim.errors import (
     Deadlock,
     IllegalPlan,
@@ -68,10 +66,11 @@ KEPT_PLATFORMS = 256
 LEAST_OPS = 500  # as how many each cell counts at least
 
 
-class Bench:
+class Bench(Seldom):
     """Runs tasks one after another in this process, and caches what they share: traces, references, bounds, plans."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._traces = Kept(KEPT_OPS)
         self._divided = Kept(KEPT_OPS)
         self._platforms = Kept(KEPT_PLATFORMS)
@@ -79,13 +78,6 @@ class Bench:
         self._freedoms = Kept(KEPT_PLATFORMS)
         self._bounds = Kept(KEPT_OPS)
         self._plans = Kept(KEPT_OPS)
-        self._ops = 0
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Within, nothing but this searches for garbage, every `COLLECT_EVERY` ops."""
-        with uncollected():
-            yield
 
     def run(self, task: Task) -> Outcome:
         """`row`, the same in every run, and `ran`, which varies: `wall_s`, `plan_s`, a traceback."""
@@ -98,9 +90,7 @@ class Bench:
         except TooLong as error:
             row, ran = {"status": "timed_out", "fits": None, "error": str(error)}, {"time_limit_s": limit}
         finally:
-            if self._ops >= COLLECT_EVERY:
-                self._ops = 0
-                gc.collect()
+            self.collect_if_due()
         return {"row": row, "ran": {"wall_s": time.perf_counter() - began, **ran}}
 
     def _answer(self, task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -140,7 +130,7 @@ class Bench:
             (trace_key, platform_key), lambda: _reference(trace, platform), lambda made: _ops(trace) if made[0] else 1
         )
         known["unconstrained_peak_bytes"] = peak
-        self._ops += max(_ops(trace), LEAST_OPS)
+        self.count(max(_ops(trace), LEAST_OPS))
         budget = task["budget"]
         if isinstance(budget, str):
             if peak is None:
