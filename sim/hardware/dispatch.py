@@ -12,18 +12,17 @@ the iteration has to wait for (`added`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.errors import TraceError
 from sim.hardware.cost import kernels, looped, op_times
 from sim.hardware.platform import Dispatch, Platform
 from sim.trace.graph import Trace
 from sim.trace.kept import kept
+from sim.trace.launched import awaited, captured
 from sim.trace.layers import op_layers
 from sim.trace.op import PHASE_CODE, PHASES
 
@@ -33,15 +32,6 @@ EAGER = "eager"
 
 COMPILES_LAYERS = "compiled_layers"
 """The stack of which only layers are compiled: what lies outside runs eagerly."""
-
-CAPTURED = "captured"
-"""The fact of a trace that lists the ops, by id and in order, of each part that is launched as one graph."""
-
-AWAITED = "awaited"
-"""The fact of a trace that lists the ops, by id, before which the program reads something from the device.
-
-Set last: what rewrites the trace does not number it again.
-"""
 
 READS = ("adafactor",)
 """Optimizers that read figures of each parameter from the device, for which the CPU waits: norms, by `item()`."""
@@ -82,12 +72,12 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
     if len(updates):  # plain calls, as eager backward makes them, under every stack
         each[updates] = known.get(EAGER, figures).backward * kernels(trace)[updates]
     each = np.where(called, 0, each)
-    for part in trace.meta.get(CAPTURED, ()):
-        each[_ops_of(trace, CAPTURED, part)[1:]] = 0
+    for part in captured(trace.meta, len(c.name)):
+        each[part[1:]] = 0
     each.setflags(write=False)
     waits = set[int]()
     if not figures.is_graph:
-        waits.update(op for op in _ops_of(trace, AWAITED, trace.meta.get(AWAITED, ())) if not called[op])
+        waits.update(op for op in awaited(trace.meta, len(c.name)) if not called[op])
     if trace.meta.get("precision") in SCALED and not figures.is_graph:
         for device in range(trace.devices):
             first = np.flatnonzero((c.device == device) & (c.phase == PHASE_CODE["update"]) & ~called)
@@ -100,17 +90,6 @@ def dispatched(trace: Trace, platform: Platform, engine: NDArray[np.int32]) -> D
 def _each(figures: Dispatch, phase: NDArray[np.int8]) -> NDArray[np.int64]:
     each: NDArray[np.int64] = np.array([getattr(figures, name) for name in PHASES], np.int64)[phase]
     return each
-
-
-def _ops_of(trace: Trace, fact: str, ids: object) -> list[int]:
-    """The ops that a fact of a trace lists by their ids. Raises TraceError."""
-    found = list[int]()
-    most = len(trace.op_columns.name) - 1
-    for op in ids if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]:
-        if not isinstance(op, int) or isinstance(op, bool) or not 0 <= op <= most:
-            raise TraceError(f"meta {fact!r}: needs ids of ops from 0 to {most}, has {op!r}")
-        found.append(op)
-    return found
 
 
 def added(trace: Trace, platform: Platform) -> NDArray[np.int64]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sim.rewrites.holding import carry_releases, has_points
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
+from sim.trace.launched import renumbered
 from sim.trace.op import Op
 from sim.trace.origin import Expr, Glue, Origin, Same, continued, first_same
 from sim.trace.series import Mark
@@ -191,9 +192,18 @@ class Rewriter:
         said = origin.over(self.trace) if claimed or held else None
         new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=said)
         new = carry_releases(self.trace, new, origin) if held else new
-        if claimed or not held:
+        facts = renumbered(self.trace, new, self._ops)
+        if not facts and (claimed or not held):
             return new
-        return Trace(new.tensor_columns, new.op_columns, outputs=new.outputs, carry=new.carry, meta=new.meta, like=new)
+        return Trace(
+            new.tensor_columns,
+            new.op_columns,
+            outputs=new.outputs,
+            carry=new.carry,
+            meta={**new.meta, **facts},
+            origin=new.origin if claimed else None,
+            like=new,
+        )
 
     @property
     def followed(self) -> tuple[Ints, Ints]:

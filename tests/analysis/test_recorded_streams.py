@@ -11,13 +11,13 @@ from sim.analysis import card_reading
 from sim.analysis.recorded_streams import _asked, recorded_exchanges, recorded_in_paddle, reserved_with_streams
 from sim.engine.replay import replay
 from sim.errors import TiersimError
-from sim.hardware.dispatch import AWAITED
 from sim.hardware.platform import Dispatch, Link, Platform, rank_link
 from sim.layout import lay_out
 from sim.plan import Plan
 from sim.rewrites.ranks import all_ranks
 from sim.rewrites.rewriter import with_columns
 from sim.trace import Trace, TraceBuilder
+from sim.trace.launched import AWAITED
 from sim.trace.op import Ring
 from tests.rewrites.test_replicas import line
 from workloads import transformer

@@ -11,9 +11,10 @@ from sim.engine.prepare import prepare
 from sim.errors import PolicyError, ProfileError, TraceError
 from sim.hardware.assemble import dispatch_parts
 from sim.hardware.cost import LOOPED, op_times
-from sim.hardware.dispatch import AWAITED, CAPTURED, dispatched
+from sim.hardware.dispatch import dispatched
 from sim.layout import lay_out
 from sim.rewrites.rewriter import with_columns
+from sim.trace.launched import AWAITED, CAPTURED
 from sim.trace.op import PHASES
 from workloads import transformer, with_stack
 from workloads.stacks import STACKS

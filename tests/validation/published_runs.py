@@ -32,7 +32,6 @@ from sim.analysis.card_reading import card_reading
 from sim.analysis.peak_memory import home_peak, peak_bytes, peak_memory
 from sim.errors import TiersimError, WorkloadError
 from sim.experiment import simulate
-from sim.hardware.dispatch import AWAITED
 from sim.hardware.profile import load_profile
 from sim.layout import lay_out
 from sim.rewrites.chunks import as_base
@@ -40,6 +39,7 @@ from sim.rewrites.gradient_buffer import gradient_buffers
 from sim.rewrites.rewriter import Rewriter, with_columns
 from sim.rewrites.stack import fuse_streams, recomputed_inside, stream_groups
 from sim.trace import Trace
+from sim.trace.launched import AWAITED
 from tests.validation.paddle_runs import biases_apart, pool_of_building, reducing_to_one
 from workloads import cnn, transformer, with_stack
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.hardware.dispatch import CAPTURED
 from sim.plan import Problem
 from sim.policies.recompute.tso.segments import Ints
 from sim.rewrites.rewriter import with_columns
 from sim.trace.graph import Trace
+from sim.trace.launched import CAPTURED
 from sim.trace.tensor import ROLE_CODE
 
 
