@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sim.errors import TraceError
-from sim.rewrites.kernels import Ints, KernelRows, Kernels
+from sim.rewrites.kernels import Ints, Kernels
 from sim.rewrites.rewriter import Rewriter
 from sim.trace.graph import Trace
 from sim.trace.op import KIND_CODE, KINDS, PHASES
@@ -31,7 +31,15 @@ RECOMPUTES_FROM = "what a fused kernel recomputes from"
 """Why backward needs a tensor that it did not read before."""
 
 
-def fuse(trace: Trace, groups: Sequence[Sequence[int]], touched: Touched | None = None, **how: Any) -> Trace:
+def fuse(
+    trace: Trace,
+    groups: Sequence[Sequence[int]],
+    touched: Touched | None = None,
+    *,
+    workspace: bool = True,
+    recomputed: Collection[int] = (),
+    streams: bool = False,
+) -> Trace:
     """Replace each group of ops by one fused op, named after its last member; groups run in the order of their starts.
 
     The fused op reads the group's external inputs and writes the results that others read or that are kept to the end;
@@ -45,11 +53,11 @@ def fuse(trace: Trace, groups: Sequence[Sequence[int]], touched: Touched | None 
     groups: disjoint groups of op ids; the ops of a group share device, engine, kind and phase, and belong to no
         send/recv pair or collective.
     touched: of what a fused op reads and writes, given by id, the tensors whose bytes it touches; by default all.
-    how: see `fusion`.
+    workspace, recomputed, streams: see `fusion`.
 
     Raises TraceError for a group that does not meet these conditions.
     """
-    return fusion(trace, groups, touched, **how).trace
+    return fusion(trace, groups, touched, workspace=workspace, recomputed=recomputed, streams=streams).trace
 
 
 class Fusion(NamedTuple):
@@ -63,7 +71,7 @@ class Fusion(NamedTuple):
     trace: Trace
     tensors: Ints
     ops: Ints
-    kernels: KernelRows
+    kernels: Kernels
 
 
 def fusion(
@@ -98,6 +106,7 @@ def fusion(
         piece.fused = piece.grouped and not stays
     rows = [row for row, piece in enumerate(pieces) if piece.fused]
     kernels = Kernels(
+        rows,
         [pieces[row].computed for row in rows],
         [touched(each.reads, each.writes) if touched else (*each.reads, *each.writes) for each in pieces if each.fused],
         workspace=workspace,
@@ -115,18 +124,16 @@ def fusion(
     ]
     reads = [[ids[t] for t in each.reads] for each in pieces]
     writes = [[ids[t] for t in each.writes] for each in pieces]
-    described = _described(trace, pieces, kernels, rows, streams)
+    described = _described(trace, pieces, kernels, streams)
     new.extend_ops([each.ops[-1] for each in pieces], claims, reads, writes, described)
     carry = [(ids[a], ids[b]) for a, b in trace.carry]
     built = new.build(outputs=[ids[t] for t in trace.outputs], carry=carry, claimed=claimed)
-    return Fusion(built, *new.followed, KernelRows(kernels, rows))
+    return Fusion(built, *new.followed, kernels)
 
 
-def _described(
-    trace: Trace, pieces: Sequence[_Piece], kernels: Kernels, rows: Sequence[int], streams: bool
-) -> dict[str, dict[int, Any]]:
+def _described(trace: Trace, pieces: Sequence[_Piece], kernels: Kernels, streams: bool) -> dict[str, dict[int, Any]]:
     """The fields of kernels in which they differ from the last op that each computes, by row."""
-    c = trace.op_columns
+    c, rows = trace.op_columns, kernels.rows.tolist()
     kind, flops, priority, random = c.kind.tolist(), c.flops.tolist(), c.priority.tolist(), c.random.tolist()
     try:
         fields = {key: dict(zip(rows, column.tolist())) for key, column in kernels.sizes(trace).items()}

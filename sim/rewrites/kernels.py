@@ -37,8 +37,9 @@ class Table:
 
 
 class Kernels:
-    """Kernels of several ops, by number, for a trace and all others of its structure.
+    """Ops of a trace that are kernels of several ops of an older one, for all traces of its structure.
 
+    rows: which ops they are, in order.
     computed: per kernel the ops that it computes.
     touched: per kernel the tensors of which it touches all bytes, as often as it does.
     workspace: whether they have the largest workspace of their ops, else none.
@@ -46,13 +47,23 @@ class Kernels:
     """
 
     def __init__(
-        self, computed: Sequence[Sequence[int]], touched: Sequence[Sequence[int]], *, workspace: bool, streams: bool
+        self,
+        rows: Sequence[int],
+        computed: Sequence[Sequence[int]],
+        touched: Sequence[Sequence[int]],
+        *,
+        workspace: bool,
+        streams: bool,
     ) -> None:
+        self.rows, self._known = np.array(rows, np.int64), frozenset(rows)
         self._computed, self._touched = Table(computed), Table(touched)
         self._workspace, self._streams = workspace, streams
 
     def sizes(self, trace: Trace) -> dict[str, Ints]:
-        """Per kernel `flops`, `counted`, `bytes` and `workspace` for the sizes of this trace, shape (kernels,) each."""
+        """Per kernel `flops`, `counted`, `bytes` and `workspace` for the sizes of an old trace, shape (kernels,) each.
+
+        Raises OverflowError for a number of 2**63 or more.
+        """
         c, computed = trace.op_columns, self._computed
         touched = self._touched.sums(trace.tensor_columns.bytes)
         if self._streams:
@@ -64,21 +75,9 @@ class Kernels:
             "workspace": computed.largest(c.workspace) if self._workspace else np.zeros_like(touched),
         }
 
-
-class KernelRows:
-    """Rows of a trace's ops that are kernels, in their order."""
-
-    def __init__(self, kernels: Kernels, rows: Sequence[int]) -> None:
-        self.kernels = kernels
-        self.rows = np.array(rows, np.int64)
-        self._known = frozenset(rows)
-
     def over(self, trace: Trace, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Columns of sizes of the new ops with what the kernels have for the sizes of an old trace.
-
-        Raises OverflowError for a number of 2**63 or more.
-        """
-        sizes, rows = self.kernels.sizes(trace), self.rows
+        """Columns of sizes of the new ops with what the kernels have, as `sizes` says and raises."""
+        sizes, rows = self.sizes(trace), self.rows
         new = {key: column if key == "counted" else column.copy() for key, column in columns.items()}
         for key in ("flops", "bytes", "workspace"):
             new[key][rows] = sizes[key]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.rewrites.kernels import KernelRows
+from sim.rewrites.kernels import Kernels
 from sim.rewrites.rewriter import followed
 from sim.trace.graph import Trace
 from sim.trace.origin import Expr, Origin, leaves
@@ -46,7 +46,7 @@ class Resized:
     new: a trace that shares the columns of the rewritten one, and keeps nothing else of it alive.
     """
 
-    def __init__(self, old: Trace, new: Trace, tensors: Ints, ops: Ints, kernels: KernelRows | None = None) -> None:
+    def __init__(self, old: Trace, new: Trace, tensors: Ints, ops: Ints, kernels: Kernels | None = None) -> None:
         """tensors, ops: per row of the new trace that of the old one which it follows, -1 for none.
 
         kernels: which ops of the new trace are kernels of several.
