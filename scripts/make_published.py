@@ -110,11 +110,12 @@ REASONS = {
         "of them in fp16 in buffers of their own (fpgpt13-01 needs no more in training). With zero 2 each large "
         "gradient is reduced to one rank by itself, and weights are broadcast from one. It has communicators that no "
         "op here uses: of all ranks (its barrier at the start), of all stages, of the first and the last one (which "
-        "data take), and of the norm of gradients (with stages, or with tp and zero 1). Releases of PaddleNLP have "
-        "128 or 40 heads for 13B; which ran is not known, nor does it matter here."
+        "data take), and of the norm of gradients (with stages, or with tp and zero 1). The softmax of the loss lies "
+        "beside the fp32 logits. PaddlePaddle 2.5.1 has version 1 of FlashAttention. Releases of PaddleNLP have 128 "
+        "or 40 heads for 13B; which ran is not known, nor does it matter here."
     ),
     "fpll1": (
-        "Memory as fpgpt, but weights are made in fp16, and nothing is read back. PaddleNLP fuses the norms alone "
+        "As fpgpt, but weights are made in fp16, and no layer has a bias. PaddleNLP fuses the norms alone "
         "where its page says so (versions of the files for 40 GB say otherwise, of norms and of what is recomputed: "
         "fpll1-05 to -08 are graded B); rotary positions, SwiGLU and the loss are kernels of their own."
     ),

@@ -5,7 +5,8 @@ paddle/fluid/pybind/eager_custom_python_api.h @0a13b72, `eager_api_linear`); so 
 to the sum over its ranks where it is divided by rows (python/paddle/distributed/fleet/layers/mpu/mp_layers.py @0524262,
 `RowParallelLinear`). Nothing fuses them here: `fused_linear` is false by default (PaddlePaddle/PaddleNLP,
 llm/gpt-3/configuration.py @0830030), and FlagPerf's program does not pass it on (FlagOpen/FlagPerf,
-training/benchmarks/gpt3_6.7B/paddle/run_pretraining.py @e0db9b7).
+training/benchmarks/gpt3_6.7B/paddle/run_pretraining.py @e0db9b7). It takes the model from `paddlenlp.transformers`, of
+which no version of that time was at hand: what llm/gpt-3 says stands for it.
 
 Sums: stage 2 reduces each gradient to the rank that keeps it, once backward has made it
 (meta_parallel/sharding/group_sharded_stage2.py @03eadcf, `_get_reduce_fn`), and broadcasts each rank's new weights
@@ -15,9 +16,18 @@ where a reduce-scatter or an all-gather moves (p - 1) / p of them (NVIDIA/nccl-t
 NCCL: paddle/fluid/distributed/collective, `NCCLTask::Wait`), unless `sharding_parallel_config` has
 `enable_stage2_overlap` (paddlenlp/trainer/trainer.py @000c999), which no configuration of FlagPerf sets. So they do in
 a trace, in all micro-batches but the first, where the next op adds what was summed to the sums of those before. They
-wait for sums of tensor parallelism, too, which run on their own stream (mpu/mp_ops.py, `use_calc_stream`).
+wait for sums of tensor parallelism, too, which run on their own stream (mpu/mp_ops.py @009e8cf, `use_calc_stream`).
 Gradients that do not fit into a buffer of 2^23 elements, 16 MiB, are reduced alone (`_setup_use_grad_storage`): that is
 the `bucket` of these rows, in which small ones go with the next large one, where theirs go last.
+
+Loss: the softmax of fp32 logits is a tensor of its own, saved for backward (cross_entropy_with_softmax and, with tensor
+parallelism, `softmax->mutable_data` in paddle/fluid/operators/collective/c_softmax_with_cross_entropy_op.cu @032655e);
+Megatron-LM's is in place, and goes through as many operands. The gradient is in its place (backward.yaml @00bf5d9,
+`cross_entropy_with_softmax_grad`: `inplace`); with tensor parallelism it is a copy, which is left out: as much is there
+in forward.
+
+Attention: version 1 of FlashAttention. Version 2 came with pull requests 55758 and, for releases of 2.5, 56015 of
+2023-08-07 (PaddlePaddle/Paddle), and the wheels of 2.5.1 are older.
 
 Pool: what building the model has taken of a card stays taken (`pool_of_building`).
 """
@@ -31,6 +41,8 @@ from sim.trace.origin import Same
 
 SUMMED = "data"
 """The axis along which stage 2 reduces gradients to one rank, and broadcasts weights from one."""
+SOFTMAX = "loss.softmax"
+"""How the op of the loss is named that makes the softmax."""
 BYTES = {"fp32": 4, "fp16": 2}
 
 
@@ -58,6 +70,22 @@ def biases_apart(trace: Trace) -> Trace:
     return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
 
 
+def softmax_apart(trace: Trace) -> Trace:
+    """The trace in which the loss, Megatron-LM's, makes its softmax beside the logits, and not in their place."""
+    new, tensors = Rewriter(trace), trace.tensors
+    made = [op.writes[0] for op in trace.ops if op.name.endswith(SOFTMAX)]
+    ids = new.all_tensors(without=made)
+    for t in made:
+        ids[t] = new.tensor(tensors[t])
+    for t in tensors:
+        if t.replaces in made:  # the gradient, in the place of the softmax
+            new.builder.take_over(ids[t.id], ids[t.replaces])
+    for op in trace.ops:
+        new.op(op, reads=[ids[t] for t in op.reads], writes=[ids[t] for t in op.writes])
+    carry = [(ids[old], ids[fresh]) for old, fresh in trace.carry]
+    return new.build(outputs=[ids[t] for t in trace.outputs], carry=carry)
+
+
 def reducing_to_one(trace: Trace) -> Trace:
     """The trace of a rank of stage 2 in which each sum of gradients goes to one rank, and new weights come from one."""
     c, size, moved = trace.op_columns, trace.tensor_columns.bytes, trace.op_columns.bytes.copy()
@@ -79,7 +107,8 @@ def pool_of_building(trace: Trace, device: int, built: str) -> int:
     rank's to the CPU and back into one buffer for each rank (group_sharded_storage.py @02a3002, `add_rank_params`).
     The allocator's chunks are as large as what was asked for, are never joined, and are given back only where memory is
     short (paddle/fluid/memory/allocation/auto_growth_best_fit_allocator.cc @07e721e): so no buffer fits into them where
-    it is larger than the largest weight. Left out: masters, which fit into the chunks of a model built in fp32.
+    it is larger than the largest weight. Left out: masters, which fit into the chunks of a model built in fp32, but not
+    of one built in fp16, which leaves up to a seventh more; of no run here is that more than training takes.
     """
     c, tensors = trace.op_columns, trace.tensors
     own = {t for op in range(len(c.name)) if c.device[op] == device for t in trace.reads(op)}

@@ -12,9 +12,9 @@ request 1270), `joint_adapters` (LitGPT's projection of queries, keys and values
 that was read; else the fullest), `pytorch` (the version in the source's container, where it is known), `paddle`
 (PaddlePaddle ran), `lazy_kernels` (false where the source prints a CUDA before 12.2 and nothing turns that on),
 `communicators` (the ranks of each that the framework makes beside those of the layout, as `card_reading` takes them),
-`reads_each` (the program reads from the device before each micro-batch), `biases_apart`, `reduces_to_one` and `built`
-(the type in which weights are made): see `paddle_runs`, `memory_only` (its time is not that of training). `missing`:
-why nothing is, where nothing is.
+`reads_each` (the program reads from the device before each micro-batch), `biases_apart`, `softmax_apart`,
+`reduces_to_one` and `built` (the type in which weights are made): see `paddle_runs`, `memory_only` (its time is not
+that of training). `missing`: why nothing is, where nothing is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sim.rewrites.rewriter import Rewriter, with_columns
 from sim.rewrites.stack import fuse_streams, recomputed_inside, stream_groups
 from sim.trace import Trace
 from sim.trace.launched import AWAITED
-from tests.validation.paddle_runs import biases_apart, pool_of_building, reducing_to_one
+from tests.validation.paddle_runs import biases_apart, pool_of_building, reducing_to_one, softmax_apart
 from workloads import cnn, transformer, with_stack
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
@@ -68,7 +68,7 @@ READING = ("context", "last_stage", "memory_only", "reads_each", "reduces_to_one
 MACHINE = ("dispatch", "profile", "card", "network", "flash")
 RUN = (
     *(*LAYOUT, *READING, *MACHINE, "policy", "accumulate", "cnn", "model", "batch", "stack", "fuses"),
-    *("bitsandbytes", "joint_adapters", "biases_apart"),
+    *("bitsandbytes", "joint_adapters", "biases_apart", "softmax_apart"),
 )
 FLASH = {
     1: {
@@ -192,6 +192,7 @@ def _run(setup: Mapping[str, Any], micro_batches: int, reading: str) -> tuple[in
     trace = holding_inputs(trace) if "bitsandbytes" in setup else trace
     trace = joint_adapters(trace) if "joint_adapters" in setup else trace
     trace = as_base(biases_apart(trace)) if "biases_apart" in setup else trace
+    trace = as_base(softmax_apart(trace)) if "softmax_apart" in setup else trace
     overrides = {**(CACHING if reading else {}), "dispatch": setup.get("dispatch", "cpu")}
     overrides |= CARDS[setup["card"]] if "card" in setup else {}
     overrides |= FLASH[setup["flash"]].get(setup["profile"], {}) if "flash" in setup else {}

@@ -7,8 +7,8 @@ import pytest
 from sim.experiment import simulate
 from sim.layout import lay_out
 from sim.rewrites.chunks import as_base
-from tests.validation.paddle_runs import biases_apart, pool_of_building, reducing_to_one
-from tests.validation.published_runs import FUSED, fusing_only, rows
+from tests.validation.paddle_runs import biases_apart, pool_of_building, reducing_to_one, softmax_apart
+from tests.validation.published_runs import FUSED, _run, fusing_only, rows
 from workloads import transformer
 
 HIDDEN, VOCABULARY, POSITIONS, TOKENS = 64, 128, 32, 32
@@ -25,7 +25,8 @@ LLAMA = {
 
 
 def trace_of(model, batch=1):
-    return transformer(model, batch=batch, sequence=TOKENS, precision="mixed_fp16", attention="flash", loss="torch")
+    facts = {"precision": "mixed_fp16", "attention": "flash", "loss": "vocab_parallel"}
+    return transformer(model, batch=batch, sequence=TOKENS, **facts)
 
 
 def divided(model, samples=4, **layout):
@@ -85,6 +86,17 @@ def test_layers_without_biases_stay():
     assert [op.name for op in biases_apart(before).ops] == [op.name for op in before.ops]
 
 
+def test_the_softmax_is_beside_the_logits_and_the_gradient_in_its_place():
+    before = trace_of(GPT)
+    after = softmax_apart(before)
+    op = after.op_id("loss.softmax")
+    (logits,), (soft,) = after.reads(op), after.writes(op)
+    assert after.tensors[soft].replaces is None
+    assert after.tensors[soft].bytes == after.tensors[logits].bytes == 4 * TOKENS * VOCABULARY
+    assert [t.name for t in after.tensors if t.replaces == soft] == ["head.out.grad"]
+    assert [op.name for op in after.ops] == [op.name for op in before.ops]
+
+
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("layout", [{"dp": 2, "zero": 2, "bucket": "1 KiB"}, {"tp": 2, "sum_each": True}], ids=str)
 def test_kernels_wait_for_sums_of_all_micro_batches_but_the_first(model, layout):
@@ -107,13 +119,49 @@ def test_stage_2_moves_all_bytes_of_what_it_reduces_and_broadcasts():
     assert moved == {"backward": 2 * weights, "update": weights}
 
 
+NARROW = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "max_position_embeddings": 1024}
+SMALL = {**GPT, **NARROW, "vocab_size": 50304}, 1024
+STATES = {**GPT, **NARROW, "hidden_size": 1024, "intermediate_size": 4096}, 8
+"""Models and tokens of which a run is bound by its kernels, and of which the states are more than all else."""
+
+
+@pytest.mark.parametrize(
+    ("row", "of", "fact", "changes"),
+    [
+        ("fpgpt-03", SMALL, "biases_apart", "time"),
+        ("fpgpt-03", SMALL, "softmax_apart", "peak"),
+        ("fpgpt-03", SMALL, "reduces_to_one", "time"),
+        ("fpgpt-03", SMALL, "reads_each", "time"),
+        ("fpgpt-03", SMALL, "sum_each", "time"),
+        ("fpgpt-03", SMALL, "flash", "time"),
+        ("fpgpt-03", SMALL, "bucket", "time"),
+        ("fpgpt-02", SMALL, "communicators", "peak"),
+        ("fpgpt-02", SMALL, "lazy_kernels", "peak"),
+        ("fpgpt-01", STATES, "built", "peak"),
+    ],
+)
+def test_a_run_is_another_one_without_each_of_them(row, of, fact, changes):
+    (given,) = [each for each in rows() if each["id"] == row]
+    setup = {**given["setup"], "model": of[0], "sequence": of[1], "batch": 1}
+    time, peak = _run(setup, 2, given["peak_memory_definition"])
+    other_time, other_peak = _run(
+        {key: value for key, value in setup.items() if key != fact}, 2, given["peak_memory_definition"]
+    )
+    assert time != other_time if changes == "time" else peak > other_peak
+
+
 def test_rows_of_paddlepaddle_say_what_is_true_of_them():
     for row in rows():
         setup = row["setup"] or {}
         gpt = str(row["id"]).startswith("fpgpt")
         if not setup.get("paddle"):
-            assert not {"built", "biases_apart", "reduces_to_one"} & setup.keys(), row["id"]
+            assert not {"built", "biases_apart", "softmax_apart", "reduces_to_one"} & setup.keys(), row["id"]
             continue
         assert setup["built"] == ("fp32" if gpt else "fp16"), row["id"]
         assert setup.get("biases_apart", False) == gpt, row["id"]
         assert setup.get("reduces_to_one", False) == ("bucket" in setup) == (setup["zero"] == 2), row["id"]
+        assert setup.get("bucket", "16 MiB") == "16 MiB", row["id"]
+        assert [setup[key] for key in ("softmax_apart", "loss", "flash")] == [True, "vocab_parallel", 1], row["id"]
+        divided = setup.get("tp", 1) > 1
+        assert setup.get("sum_each", False) == divided, row["id"]
+        assert setup.get("reads_each", False) == (divided and setup["pp"] == 1), row["id"]
