@@ -178,6 +178,36 @@ LONG = (
 )
 """Tests that a plain `pytest` leaves to `.ci/run`, which runs them too: with them it takes twice as long."""
 
+ONE_IN = {
+    "applying/test_settings.py::test_that_the_run_is_divided_over_devices_is_no_option_and_is_said": 3,
+    "engine/test_copy_path.py::test_a_planned_run_with_copies_has_one_log_on_either_path": 2,
+    "engine/test_fast_path.py::test_sums_in_place_and_collectives_write_the_log_of_the_general_path": 3,
+    "engine/test_instant.py::test_nothing_unrelated_at_any_nanosecond_changes_a_small_run": 3,
+    "policies/hybrid/test_hybrid.py::test_on_small_nets_it_is_never_slower_than_the_mechanisms_that_it_joins": 2,
+    "policies/offload/test_patrickstar.py::test_weights_make_way_for_their_gradients": 3,
+    "policies/recompute/test_dtr_simrd.py": 2,
+    "policies/test_sharing.py::test_a_policy_that_declares_it_falsely_breaks_law_7": 2,
+    "policies/test_sharing.py::test_what_planners_find_once_for_a_structure_is_what_each_size_would_find": 2,
+    "report/test_plot.py::test_any_name_leaves_space_for_the_figure_and_no_warning": 3,
+    "report/test_plot.py::test_no_label_lies_on_a_line_a_marker_or_a_label": 3,
+    "rewrites/test_adapters_on_many_devices.py": 2,
+    "rewrites/test_chunks.py::test_each_part_computes_its_part": 3,
+    "rewrites/test_chunks.py::test_so_it_does_where_ranks_divide_tokens_or_the_vocabulary": 3,
+    "rewrites/test_context_parallel.py": 2,
+    "rewrites/test_expert_parallel.py": 2,
+    "rewrites/test_own_statistics.py": 2,
+    "rewrites/test_replicas.py": 2,
+    "rewrites/test_resized.py::test_a_plan_on_a_rewritten_trace_is_what_it_would_be_alone": 3,
+    "rewrites/test_ring_attention.py": 2,
+    "rewrites/test_stages_of_their_own.py": 2,
+    "rewrites/test_tied_weights.py": 2,
+    "test_advice.py::test_bounds_leave_out_nothing_that_is_faster": 3,
+    "test_layout.py::test_balance_is_of_what_a_device_holds_where_it_holds_several_parts": 3,
+    "test_layout.py::test_windows_of_128_k_and_a_million_tokens_fit_where_they_are_divided": 3,
+    "test_layout_search.py::test_what_ranks_can_divide_is_searched": 3,
+    "test_mt3000_page.py::test_runs_of_the_data_are_what_the_program_finds": 3,
+}
+"""Of the examples of these tests a plain `pytest` runs one in so many; the others are long."""
 
 PASSED = "tiersim/passed"
 """Where pytest's cache has the ids of what passed in the last run that was no `--rest`."""
@@ -242,11 +272,22 @@ def pytest_collection_modifyitems(config, items):
             (mark, tuple(each for each in names if each.startswith(file) or file.startswith(each)))
             for mark, names in ((pytest.mark.quick, quick), (pytest.mark.long, LONG))
         ]
+        seen: dict[str, int] = {}
         for item in tests:
             name = f"{file}::{item.nodeid.partition('::')[2]}"
             for mark, names in marks:
                 if name.startswith(names):
                     item.add_marker(mark)
+            if "[" in name and (step := one_in(name)):
+                test = name.partition("[")[0]
+                if seen.setdefault(test, 0) % step:
+                    item.add_marker(pytest.mark.long)
+                seen[test] += 1
+
+
+def one_in(name):
+    """In how many examples of a test a plain run has one; None for all."""
+    return next((step for test, step in ONE_IN.items() if name.startswith(test)), None)
 
 
 def pytest_collection_finish():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,27 @@ LONGEST = 65
 """Lines of a function, without its signature and docstring."""
 
 
+LOADERS = ("import_module", "__import__")
+
+
 def module_of(path: Path, root: Path) -> str:
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(tree: ast.AST, modules: set[str]) -> set[str]:
+def statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """All statements, those inside others included, but no expressions, which a walk would spend its time on."""
+    for node in body:
+        yield node
+        for inside in ("body", "orelse", "handlers", "finalbody", "cases"):
+            if nested := getattr(node, inside, ()):
+                yield from statements(nested)
+
+
+def imports(text: str, modules: set[str]) -> set[str]:
     """The modules that a file imports, inside functions, for types and by `import_module("…")` too."""
-    found = set()
-    for node in ast.walk(tree):
+    found, tree = set(), ast.parse(text)
+    calls = any(f"{name}(" in text for name in LOADERS)
+    for node in ast.walk(tree) if calls else statements(tree.body):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -35,15 +49,14 @@ def imports(tree: ast.AST, modules: set[str]) -> set[str]:
 
 def loaded(node: ast.AST) -> set[str]:
     """The module that a call of `import_module("…")` or `__import__("…")` names."""
-    if not (isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")):
+    if not (isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in LOADERS):
         return set()
     return {each.value for each in node.args[:1] if isinstance(each, ast.Constant)}
 
 
 def import_graph(root: Path, package: str) -> dict[str, set[str]]:
     files = {module_of(path, root): path for path in sorted((root / package).rglob("*.py"))}
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in files.items()}
-    return {name: imports(tree, set(files)) - {name} for name, tree in trees.items()}
+    return {name: imports(path.read_text(encoding="utf-8"), set(files)) - {name} for name, path in files.items()}
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
@@ -198,7 +211,7 @@ def test_functions_fit_on_a_screen(package):
     long = [
         f"{path.relative_to(ROOT)}: {node.name} has {code_lines(node)} lines"
         for path in sorted((ROOT / package).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in statements(ast.parse(path.read_text(encoding="utf-8")).body)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) > LONGEST
     ]
     assert not long, "\n".join(long)
