@@ -178,10 +178,10 @@ class TraceIndex:
         A value that an op in place overwrites may be recomputed just before it; but an overwritten input is lost.
         """
         last = dict.fromkeys(ops, len(self.reads))  # but for those that receive, or read what is overwritten
-        at, producer = self.overwritten_at, self.producer
-        for op, lost in self._losing.items():
-            if op in last:
-                last[op] = min([max(at[t], last.get(producer[t], 0)) for t in lost], default=0)
+        at, producer, losing = self.overwritten_at, self.producer, self._losing
+        for op in losing if len(losing) < len(last) else sorted(last):
+            if op in last and op in losing:
+                last[op] = min([max(at[t], last.get(producer[t], 0)) for t in losing[op]], default=0)
         return last
 
     @of_structure
