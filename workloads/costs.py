@@ -85,12 +85,16 @@ def pairs(queries: int, keys: int, *, causal: bool = False, window: int = 0, til
     """
     if not causal:
         return queries * keys
-    total = 0
-    for first in range(0, queries, tile):
-        stop = min(first + tile, queries)
-        begin = max(0, first - window + 1) // tile * tile if window else 0
-        total += (stop - first) * max(0, min(stop, keys) - begin)
-    return total
+    full, rest = divmod(queries, tile)  # blocks, and the queries of one more
+    behind = -(-(window - 1) // tile) if window else full  # blocks of keys that one sees before its own
+    within = min(full, keys // tile)  # those with a block of keys of their own
+    near = min(within, behind + 1)
+    total = tile * tile * (near * (near + 1) // 2 + (within - near) * (behind + 1))
+    total += tile * keys * max(0, min(full, behind + 1) - within)
+    first, stop = max(within, behind + 1), min(full, behind - (-keys // tile))
+    if stop > first:  # of these each sees a block of keys less than the one before
+        total += tile * (stop - first) * (2 * (keys + behind * tile) - (first + stop - 1) * tile) // 2
+    return total + rest * max(0, min(queries, keys) - max(0, full - behind) * tile)
 
 
 def executed(flops: int, queries: int, keys: int, **masked: Any) -> int:

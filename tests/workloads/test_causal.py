@@ -40,8 +40,10 @@ def seen(queries, keys, window):
     return (j <= i) & ((j > i - window) if window else True)
 
 
-@pytest.mark.parametrize(("queries", "keys", "tile"), [(1, 1, 1), (7, 7, 3), (8, 5, 4), (5, 9, 2)])
-@pytest.mark.parametrize("window", [0, 1, 3, 20])
+@pytest.mark.parametrize(
+    ("queries", "keys", "tile"), [(1, 1, 1), (7, 7, 3), (8, 5, 4), (5, 9, 2), (23, 6, 2), (30, 11, 3), (29, 40, 4)]
+)
+@pytest.mark.parametrize("window", [0, 1, 3, 7, 20])
 def test_pairs_are_those_of_the_blocks_that_are_not_all_masked(queries, keys, tile, window):
     mask, found = seen(queries, keys, window), 0
     for first in range(0, queries, tile):
@@ -52,6 +54,13 @@ def test_pairs_are_those_of_the_blocks_that_are_not_all_masked(queries, keys, ti
         found += len(rows) * (stop - at[0] // tile * tile) if len(at) else 0
     assert pairs(queries, keys, causal=True, window=window, tile=tile) == found
     assert mask.sum() <= found <= queries * keys == pairs(queries, keys)
+
+
+def test_they_are_counted_at_once_however_many_there_are():
+    many = 2**40
+    assert pairs(many, many, causal=True) == many * (many + 128) // 2
+    with pytest.raises(WorkloadError, match="2\\*\\*63 or more"):
+        transformer({**LLAMA, "max_position_embeddings": many}, batch=1, sequence=many)
 
 
 @pytest.mark.parametrize("sequence", [128, 1024, 16384])
