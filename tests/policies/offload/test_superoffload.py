@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sim.analysis.peak_memory import home_peak
 from sim.errors import Infeasible, PolicyError
-from sim.experiment import problem_for, simulate
+from sim.experiment import problem_for, reference_run, simulate
 from sim.hardware.profile import load_profile
 from sim.policies import load
 from sim.rewrites.values import departures
@@ -163,3 +164,28 @@ def test_no_number_of_layers_is_faster_and_none_is_faster_than_its_bound(profile
         chosen = load("superoffload").plan(problem)
         assert not ends or run(chosen).end == min(ends)
     assert len(replays) < 10
+
+
+def test_what_is_full_in_forward_fits_with_no_number_of_layers() -> None:
+    """At budgets around the least that any fits: where none but no layer is tried, and that is refused, none fits."""
+    trace = tiny(batch=16)
+    on = machine(rate=100 * 10**9, cpu_rate=10**10)
+    peak, seen = home_peak(reference_run(trace, on)), set()
+
+    def fits(problem, plan) -> bool:
+        try:
+            return problem.evaluate(plan).end > 0
+        except Infeasible:
+            return False
+
+    for share in range(10, 100, 6):
+        problem = problem_for(trace, on.with_budget(peak * share // 100))
+        any_fits = any(fits(problem, load("superoffload", on_device=n).plan(problem)) for n in (0, 1, 2, 4, 5, 6))
+        run, tried = problem.evaluate, []
+        object.__setattr__(problem, "evaluate", lambda plan, run=run, to=tried: to.append(plan) or run(plan))
+        chosen = load("superoffload").plan(problem)
+        object.__setattr__(problem, "evaluate", run)
+        assert fits(problem, chosen) == any_fits
+        seen.add((any_fits, len(tried) > 1))
+    assert (False, False) in seen
+    assert True in {fitting for fitting, _ in seen}
