@@ -28,6 +28,7 @@ from sim.rewrites.stack import (
 from sim.trace.graph import Trace
 from sim.trace.index import TraceIndex
 from sim.trace.kept import kept
+from sim.trace.launched import names_launched
 from sim.trace.layers import has_layers, op_layers
 from sim.trace.op import KIND_CODE, PHASE_CODE
 
@@ -113,7 +114,8 @@ class _Known:
 def _rewritten(trace: Trace, stack: str, *, has_origin: bool) -> Trace:
     """has_origin: whether the new trace says what its parts stand for."""
     known: list[_Known] = []
-    if trace.structure.is_shared and trace.origin is None:
+    may_share = trace.structure.is_shared and trace.origin is None and not names_launched(trace)
+    if may_share:
         facts = stack, has_origin, bool(trace.meta.get(APART))
         known = kept(trace.structure, "stacks", facts, list, MOST_FACTS)
     for each in known:
@@ -134,7 +136,7 @@ def _rewritten(trace: Trace, stack: str, *, has_origin: bool) -> Trace:
     joined = [*groups, *accumulating_products(trace)] if what["accumulates"] else groups
     fused = fuse_streams(trace, recomputed, joined, update=what["optimizer"], stack=stack, claimed=has_origin)
     most = min(MOST_SIZES, max(1, MOST_OPS // len(trace.op_columns.name)))
-    if trace.structure.is_shared and trace.origin is None and len(known) < most:
+    if may_share and len(known) < most:
         compared.close()
         known.append(_Known(compared, groups, cut, Resized(trace, *fused)))
     return fused.trace

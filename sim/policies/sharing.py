@@ -12,6 +12,7 @@ from sim.rewrites.kept import kept as kept_rewritten
 from sim.rewrites.resized import Resized, resized, sizes_of
 from sim.trace.graph import Trace
 from sim.trace.kept import MOST_COMMON, had_in_common, kept, kept_together
+from sim.trace.launched import names_launched
 
 Acts = TypeVar("Acts", bound=Action)
 MOST_OPS = 200_000
@@ -103,7 +104,7 @@ def rewriting(trace: Trace, key: Hashable, decide: Collection[int], make: Callab
     """
 
     def plan() -> Plan:
-        if not trace.structure.is_shared:
+        if not trace.structure.is_shared or names_launched(trace):
             return make()
         alike = "rewritten", (key, sizes_of(trace, decide))
         most = min(MOST_COMMON, max(1, MOST_OPS // len(trace.op_columns.name)))

@@ -30,6 +30,11 @@ def captured(meta: Mapping[str, Any], count: int) -> list[list[int]]:
     return [_ids(CAPTURED, part, count) for part in _listed(parts)]
 
 
+def names_launched(trace: Trace) -> bool:
+    """Whether a trace has such facts: then what is made of it is not what is made of others of its structure."""
+    return AWAITED in trace.meta or CAPTURED in trace.meta
+
+
 def renumbered(old: Trace, new: Trace, claims: Sequence[Expr]) -> dict[str, Any]:
     """The facts for a rewritten trace: of the ops that stand for those named, kernels that compute one among them.
 
@@ -39,7 +44,7 @@ def renumbered(old: Trace, new: Trace, claims: Sequence[Expr]) -> dict[str, Any]
     claims: what each op of the new trace stands for in the old one.
     """
     meta, count = old.meta, len(old.op_columns.name)
-    if AWAITED not in meta and CAPTURED not in meta:
+    if not names_launched(old):
         return {}
     standing: dict[int, list[int]] = {}
     for op, expr in enumerate(claims):

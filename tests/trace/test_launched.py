@@ -7,8 +7,10 @@ from sim.engine.prepare import prepare
 from sim.layout import lay_out
 from sim.rewrites.batching import split_batch
 from sim.rewrites.rewriter import with_columns
+from sim.trace.graph import Trace
 from sim.trace.launched import AWAITED, CAPTURED
 from workloads import transformer, with_stack
+from workloads.stacks import as_workload
 
 TRACE = transformer("gpt2", batch=4, sequence=16, precision="amp_bf16")
 PART = ("h0.ln2", "h0.mlp.fc.weight.cast", "h0.mlp.fc.input.cast", "h0.mlp.fc.bias.cast", "h0.mlp.fc")
@@ -53,3 +55,16 @@ def test_every_device_waits():
 
 def test_without_such_facts_none_are_added():
     assert not {AWAITED, CAPTURED} & split_batch(TRACE, 2).meta.keys()
+
+
+def test_what_is_known_of_another_trace_of_the_structure_is_not_taken_over():
+    """Sizes share what a stack makes of them, but not with a trace that says what is awaited."""
+    plain, other = (transformer("gpt2", batch=batch, sequence=16, precision="amp_bf16") for batch in (8, 16))
+    facts = {**plain.meta, AWAITED: [plain.op_id("h1.attn.core")]}
+    same = {"outputs": plain.outputs, "carry": plain.carry, "like": plain}
+    said = Trace(plain.tensor_columns, plain.op_columns, meta=facts, **same)
+    assert said.structure is plain.structure is other.structure
+    for trace in (plain, other, said, plain):
+        made = as_workload(trace, "fused")
+        waits = [made.op_id("h1.attn.core")] if trace is said else None
+        assert made.meta.get(AWAITED) == waits
