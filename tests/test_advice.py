@@ -921,7 +921,8 @@ def test_what_is_simpler_and_as_fast_within_the_models_error_is_named(config):
     far = replace(given, best=rows[0], runner_up=rows[4], rows=(rows[0], rows[4]))
     assert "can't be told" not in far.text()
     other = replace(far, runner_up={**rows[4], "parallel": "dp 2", "samples_per_s": rows[0]["samples_per_s"] / 1.1})
-    of = f"15 %, nine of ten, n = {error_bar('layouts').rows}"
+    bar = error_bar("layouts")
+    of = f"{100 * bar.nine_tenths:.0f} %, nine of ten, n = {bar.rows}"
     assert f"can't be told from the best (within the model's own error of {of})" in other.text()
     assert {key: bar["rows"] for key, bar in given.as_dict()["error"].items()}["policies"] == 11
     assert "\nerror, beside published runs: the ratio of two policies' times 4.1 %" in given.text()

@@ -453,7 +453,8 @@ def test_a_runner_up_within_the_error_of_layouts_is_said_to_be(is_close) -> None
     rows = (Found(Layout(dp=8), "keep_all", 10**6, 1), Found(Layout(tp=8), "keep_all", round(10**6 * slower), 1))
     found = LayoutSearch(rows, 0, 0)
     assert found.is_close == is_close
-    said = f"slower (not told from the best: the model's own error is 15 %, nine of ten, n = {bar.rows})"
+    error = f"{100 * bar.nine_tenths:.0f} %, nine of ten, n = {bar.rows}"
+    said = f"slower (not told from the best: the model's own error is {error})"
     assert (said in Devices(8, found).text()) == is_close
 
 
@@ -472,7 +473,7 @@ def test_a_search_on_the_command_line(capsys, tmp_path) -> None:
     assert out.startswith("best")
     assert "left out by an estimate" in out
     assert ("not told from the best" in out) == found["indistinguishable"]
-    assert "the ratio of two layouts' times 15 % in nine of ten" in out
+    assert f"the ratio of two layouts' times {100 * bar:.0f} % in nine of ten" in out
 
 
 def test_a_search_says_in_which_type_a_machine_without_a_peak_is_priced(capsys, tmp_path) -> None:
