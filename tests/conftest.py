@@ -4,6 +4,7 @@ import gc
 import shutil
 from itertools import groupby
 from pathlib import Path
+from zlib import crc32
 
 import matplotlib
 import pytest
@@ -272,7 +273,7 @@ def pytest_collection_modifyitems(config, items):
             (mark, tuple(each for each in names if each.startswith(file) or file.startswith(each)))
             for mark, names in ((pytest.mark.quick, quick), (pytest.mark.long, LONG))
         ]
-        seen: dict[str, int] = {}
+        seen: set[str] = set()
         for item in tests:
             name = f"{file}::{item.nodeid.partition('::')[2]}"
             for mark, names in marks:
@@ -280,9 +281,9 @@ def pytest_collection_modifyitems(config, items):
                     item.add_marker(mark)
             if "[" in name and (step := one_in(name)):
                 test = name.partition("[")[0]
-                if seen.setdefault(test, 0) % step:
+                if test in seen and crc32(name.encode()) % step:  # a stride would go along with the parameters
                     item.add_marker(pytest.mark.long)
-                seen[test] += 1
+                seen.add(test)
 
 
 def one_in(name):

@@ -10,6 +10,7 @@ from sim.rewrites.holding import carry_releases, has_points
 from sim.rewrites.rewriter import slice_of
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
+from sim.trace.launched import with_launched
 from sim.trace.op import Op
 from sim.trace.origin import Along, Chosen, Expr, Microbatch, Origin, Same
 from sim.trace.tensor import Tensor
@@ -68,7 +69,8 @@ def all_ranks(trace: Trace) -> Trace:
     )
     outputs = [each for t in trace.outputs for each in ids[t]]
     carry = [pair for a, b in trace.carry for pair in zip(ids[a], ids[b], strict=True)]
-    new = builder.build(outputs=outputs, carry=carry, origin=whole)
+    copied = [Same(op) for op in range(len(trace.ops)) for _ in range(ranks)]
+    new = with_launched(trace, builder.build(outputs=outputs, carry=carry, origin=whole), copied)
     return new if not has_points(trace) else carry_releases(trace, new, _copies(trace, ranks))
 
 

@@ -22,6 +22,7 @@ from sim.rewrites.pipeline import pipeline
 from sim.rewrites.rewriter import Rewriter, with_columns
 from sim.rewrites.split import pack_tensors, split_tensors
 from sim.trace.graph import PERSISTENT, OpColumns, Trace
+from sim.trace.launched import with_launched
 from sim.trace.origin import Origin, Same
 
 __all__ = [
@@ -61,6 +62,7 @@ def reorder(trace: Trace, order: Sequence[int | str]) -> Trace:
         meta=trace.meta,
         origin=replace(origin, ops=tuple(origin.ops[i] for i in ids)),
     )
+    new = with_launched(trace, new, [Same(i) for i in ids])
     place = {op: i for i, op in enumerate(ids)}
     if not has_points(trace):
         return new
@@ -103,6 +105,7 @@ def cut(trace: Trace, n_ops: int) -> Trace:
         meta=trace.meta,
         origin=replace(origin, tensors=tuple(origin.tensors[i] for i in left.tolist()), ops=origin.ops[:count]),
     )
+    whole = with_launched(trace, whole, [Same(op) for op in range(count)])
     if not has_points(trace):
         return whole
     ends = ([(int(new[t]), min(op, count - 1)) for t, op in points(trace, key) if new[t] >= 0] for key in POINTS)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sim.rewrites.holding import carry_releases, has_points
 from sim.trace.builder import TraceBuilder
 from sim.trace.graph import Trace
-from sim.trace.launched import renumbered
+from sim.trace.launched import with_launched
 from sim.trace.op import Op
 from sim.trace.origin import Expr, Glue, Origin, Same, continued, first_same
 from sim.trace.series import Mark
@@ -192,18 +192,10 @@ class Rewriter:
         said = origin.over(self.trace) if claimed or held else None
         new = self.builder.build(outputs=tuple(outputs), carry=tuple(carry), origin=said)
         new = carry_releases(self.trace, new, origin) if held else new
-        facts = renumbered(self.trace, new, self._ops)
-        if not facts and (claimed or not held):
+        new = with_launched(self.trace, new, self._ops)
+        if claimed or new.origin is None:
             return new
-        return Trace(
-            new.tensor_columns,
-            new.op_columns,
-            outputs=new.outputs,
-            carry=new.carry,
-            meta={**new.meta, **facts},
-            origin=new.origin if claimed else None,
-            like=new,
-        )
+        return Trace(new.tensor_columns, new.op_columns, outputs=new.outputs, carry=new.carry, meta=new.meta, like=new)
 
     @property
     def followed(self) -> tuple[Ints, Ints]:

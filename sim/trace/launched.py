@@ -7,13 +7,16 @@ from typing import Any
 
 from sim.errors import TraceError
 from sim.trace.graph import Trace
-from sim.trace.origin import Expr, leaves
+from sim.trace.origin import Expr, Fused, Glue, Microbatch, Packed, Same, leaves
 
 CAPTURED = "captured"
-"""The fact of a trace that lists the ops, by id and in order, of each part that is launched as one graph."""
+"""The fact of a trace that lists the ops, by id, of each part that is launched as one graph."""
 
 AWAITED = "awaited"
 """The fact of a trace that lists the ops, by id, before which the program reads something from the device."""
+
+Turn = tuple[int, int, int]
+"""A device, an iteration, and where in the batch a microbatch begins, -1 for none."""
 
 
 def awaited(meta: Mapping[str, Any], count: int) -> list[int]:
@@ -25,9 +28,8 @@ def awaited(meta: Mapping[str, Any], count: int) -> list[int]:
 
 
 def captured(meta: Mapping[str, Any], count: int) -> list[list[int]]:
-    """The ops of each part that is launched as one graph; errors as for `awaited`."""
-    parts = meta.get(CAPTURED, ())
-    return [_ids(CAPTURED, part, count) for part in _listed(parts)]
+    """The ops of each part that is launched as one graph, in program order; errors as for `awaited`."""
+    return [_ids(CAPTURED, part, count) for part in _listed(meta.get(CAPTURED, ()))]
 
 
 def names_launched(trace: Trace) -> bool:
@@ -35,41 +37,73 @@ def names_launched(trace: Trace) -> bool:
     return AWAITED in trace.meta or CAPTURED in trace.meta
 
 
-def renumbered(old: Trace, new: Trace, claims: Sequence[Expr]) -> dict[str, Any]:
-    """The facts for a rewritten trace: of the ops that stand for those named, kernels that compute one among them.
+def with_launched(old: Trace, new: Trace, claims: Sequence[Expr]) -> Trace:
+    """The new trace with the old one's facts about launches: of the ops that stand for those named, kernels that
+    compute one among them.
 
-    What is computed once more in another phase is none of them. Of a part that stands there several times, for
-    microbatches or devices, each is launched for itself.
+    Each device, iteration and microbatch waits and launches for itself; where an op has become several of these, the
+    program reads before the first. What is computed once more in another phase is none of them.
 
     claims: what each op of the new trace stands for in the old one.
     """
-    meta, count = old.meta, len(old.op_columns.name)
     if not names_launched(old):
-        return {}
-    standing: dict[int, list[int]] = {}
+        return new
+    meta, count = dict(new.meta), len(old.op_columns.name)
+    phase, device = new.op_columns.phase, new.op_columns.device
+    standing: dict[int, dict[Turn, list[int]]] = {}
     for op, expr in enumerate(claims):
-        for of in {leaf.id for leaf in leaves(expr)}:
-            if old.op_columns.phase[of] == new.op_columns.phase[op]:
-                standing.setdefault(of, []).append(op)
-    found: dict[str, Any] = {}
+        for leaf in {leaf.id: leaf for leaf in leaves(expr)}.values():
+            if old.op_columns.phase[leaf.id] == phase[op]:
+                turn = int(device[op]), leaf.iteration, _microbatch(expr)
+                standing.setdefault(leaf.id, {}).setdefault(turn, []).append(op)
     if AWAITED in meta:
-        found[AWAITED] = sorted({op for of in awaited(meta, count) for op in standing.get(of, ())})
+        waits = [min(ops) for of in awaited(old.meta, count) for ops in standing.get(of, {}).values()]
+        meta[AWAITED] = sorted(set(waits))
     if CAPTURED in meta:
-        found[CAPTURED] = []
-        for part in captured(meta, count):
-            turns = [standing[of] for of in part if of in standing]
-            for k in range(max(map(len, turns), default=0)):
-                found[CAPTURED].append(sorted({ops[k] for ops in turns if len(ops) > k}))
-    return found
+        meta[CAPTURED] = [
+            graph for part in captured(old.meta, count) for graph in _graphs([standing.get(of, {}) for of in part])
+        ]
+    return Trace(
+        new.tensor_columns,
+        new.op_columns,
+        outputs=new.outputs,
+        carry=new.carry,
+        meta=meta,
+        origin=new.origin,
+        like=new,
+    )
+
+
+def _graphs(standing: Sequence[Mapping[Turn, Sequence[int]]]) -> list[list[int]]:
+    """The graphs that stand for one, an entry for each of its ops; what is of no microbatch is launched with the first
+    of its device and iteration."""
+    graphs: dict[Turn, set[int]] = {}
+    for turns in standing:
+        for turn, ops in turns.items():
+            graphs.setdefault(turn, set()).update(ops)
+    for turn in [turn for turn in graphs if turn[2] < 0]:
+        first = min([each for each in graphs if each[:2] == turn[:2] and each[2] >= 0], default=None)
+        if first is not None:
+            graphs[first] |= graphs.pop(turn)
+    return [sorted(graph) for graph in graphs.values()]
+
+
+def _microbatch(expr: Expr | None) -> int:
+    """The first part of the batch that an op computes, of a kernel that of its first op; -1 for no part."""
+    if isinstance(expr, Microbatch):
+        return expr.first
+    if isinstance(expr, Packed | Fused):
+        return next((found for part in expr.parts if (found := _microbatch(part)) >= 0), -1)
+    return -1 if expr is None or isinstance(expr, Same | Glue) else _microbatch(expr.of)
 
 
 def _ids(fact: str, ids: object, count: int) -> list[int]:
-    found = list[int]()
+    found = set[int]()
     for op in _listed(ids):
         if not isinstance(op, int) or isinstance(op, bool) or not 0 <= op < count:
             raise TraceError(f"meta {fact!r}: needs ids of ops from 0 to {count - 1}, has {op!r}")
-        found.append(op)
-    return found
+        found.add(op)
+    return sorted(found)
 
 
 def _listed(ids: object) -> Sequence[Any]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from sim import load_profile
+import numpy as np
+import pytest
+
+from sim import load_profile, simulate
 from sim.engine.prepare import prepare
+from sim.hardware.dispatch import dispatched
 from sim.layout import lay_out
 from sim.rewrites.batching import split_batch
+from sim.rewrites.ranks import all_ranks
+from sim.rewrites.rewrite import cut, reorder
 from sim.rewrites.rewriter import with_columns
 from sim.trace.graph import Trace
 from sim.trace.launched import AWAITED, CAPTURED
@@ -51,6 +57,80 @@ def test_every_device_waits():
     trace, platform = lay_out(said, load_profile("h100", overrides={"dispatch": "cpu"}), {"pp": 2})
     assert [trace.ops[op].device for op in trace.meta[AWAITED]] == [0, 1]
     assert prepare(trace, platform).dispatch.synchronized == set(trace.meta[AWAITED])
+
+
+UPDATES = ("optimizer.h0.step", "optimizer.h1.step", "optimizer.h2.step")
+
+
+def _layout(said, **layout):
+    return lay_out(said, load_profile("h100", overrides={"dispatch": "cpu", "devices": "8"}), layout)[0]
+
+
+def test_ops_in_another_order_are_found_again():
+    said = _said(**{AWAITED: _ids("wte"), CAPTURED: [_ids(*PART)]})
+    late = _ids("wte", "h0.mlp.fc.weight.cast")  # the one before positions, the other before the norm
+    order = [op.id for op in TRACE.ops if op.id not in late]
+    order.insert(order.index(TRACE.op_id("wpe")), late[0])
+    order.insert(order.index(TRACE.op_id("h0.attn.qkv")), late[1])
+    new = reorder(said, order)
+    assert new.meta[AWAITED] != said.meta[AWAITED]
+    assert _names(new, new.meta[AWAITED]) == ["wte"]
+    (part,) = (_names(new, part) for part in new.meta[CAPTURED])
+    assert part == [PART[1], PART[0], *PART[2:]]
+
+
+@pytest.mark.parametrize("policy", ["superoffload(on_device=2)", "optimizer_in_backward", "stronghold"])
+def test_policies_that_move_the_update_keep_what_is_named(policy):
+    trace = transformer("gpt2", batch=1, sequence=16, precision="mixed_fp16", optimizer="adamw_fused")
+    names = ["wte.bwd", "h3.attn.core"]
+    said = with_columns(trace, {**trace.meta, AWAITED: [trace.op_id(name) for name in names]})
+    ran = simulate(said, load_profile("gh200"), policy).plan.trace
+    assert sorted(_names(ran, ran.meta[AWAITED])) == sorted(names)
+
+
+def test_of_a_part_of_the_trace_only_what_is_there_is_named():
+    said = _said(**{AWAITED: _ids("wte", "h11.attn.core"), CAPTURED: [_ids("wpe", "h11.mlp.fc"), _ids("h11.ln2")]})
+    new = cut(said, 40)
+    assert _names(new, new.meta[AWAITED]) == ["wte"]
+    assert [_names(new, part) for part in new.meta[CAPTURED]] == [["wpe"]]
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_all_ranks_wait_each_at_its_own_op(layout):
+    one = _layout(_said(**{AWAITED: _ids("h3.attn.core"), CAPTURED: [_ids("h0.ln2", "h1.ln2")]}), **layout)
+    every = all_ranks(one)
+    assert every.devices == 2 > one.devices
+    (waits,) = one.meta[AWAITED]
+    assert [every.ops[op].device for op in every.meta[AWAITED]] == [0, 1]
+    assert {name.partition("@")[0] for name in _names(every, every.meta[AWAITED])} == {one.ops[waits].name}
+    assert [{every.ops[op].device for op in part} for part in every.meta[CAPTURED]] == [{0}, {1}]
+
+
+def test_an_op_that_becomes_several_is_one_graph_and_one_wait():
+    said = _said(**{AWAITED: _ids(UPDATES[0]), CAPTURED: [_ids(*UPDATES)]})
+    new = _layout(said, tp=2)
+    several = [op.id for op in new.ops if op.name.startswith(UPDATES)]
+    assert len(several) > len(UPDATES)
+    assert new.meta[AWAITED] == several[:1]
+    assert new.meta[CAPTURED] == [several]
+
+
+def test_each_stage_launches_its_part():
+    last = "optimizer.h11.step"
+    new = _layout(_said(**{CAPTURED: [_ids(last, *UPDATES)]}), pp=2)
+    found = {new.ops[part[0]].device: _names(new, part) for part in new.meta[CAPTURED]}
+    assert found == {0: list(UPDATES), 1: [last]}
+
+
+@pytest.mark.parametrize("part", [[3, 3], [4, 3]], ids=str)
+def test_a_part_is_launched_with_the_first_of_its_ops(part):
+    """However they are listed, and before a rewrite as after it."""
+    platform = load_profile("h100", overrides={"dispatch": "cpu"})
+    plain, said = (
+        dispatched(trace, platform, prepare(trace, platform).times.engine).each
+        for trace in (TRACE, _said(**{CAPTURED: [part]}))
+    )
+    assert np.flatnonzero(plain != said).tolist() == sorted({*part} - {3})
 
 
 def test_without_such_facts_none_are_added():

@@ -77,5 +77,6 @@ def captured(problem: Problem, parts: Iterable[Part], saved_launch: Ints, charge
                 time = int(duration[op]) if op in charges else cost.op_ns(op)
                 duration[op] = time - int(saved_launch[op])
     together = [list(part.ops) for part in parts]
+    together = [*trace.meta.get(CAPTURED, ()), *together]
     meta = {**trace.meta, CAPTURED: together} if problem.platform.dispatch and together else None
     return with_columns(trace, meta, workspace=workspace, duration=duration)
