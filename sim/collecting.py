@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 COLLECT_EVERY = 250_000
 """After so many ops a process that runs many jobs searches; most of what a job makes is kept, and each search passes
@@ -29,11 +29,9 @@ class Seldom:
     def __init__(self) -> None:
         self._ops = 0
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting(self) -> AbstractContextManager[None]:
         """Within, nothing but this searches."""
-        with uncollected():
-            yield
+        return uncollected()
 
     def count(self, ops: int) -> None:
         """Note that a job has so many ops."""

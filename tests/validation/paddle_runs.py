@@ -26,8 +26,12 @@ Megatron-LM's is in place, and goes through as many operands. The gradient is in
 `cross_entropy_with_softmax_grad`: `inplace`); with tensor parallelism it is a copy, which is left out: as much is there
 in forward.
 
-Attention: version 1 of FlashAttention. Version 2 came with pull requests 55758 and, for releases of 2.5, 56015 of
-2023-08-07 (PaddlePaddle/Paddle), and the wheels of 2.5.1 are older.
+Attention: version 1 of FlashAttention. Version 2 came with pull request 55758, picked into an older branch by 56015 of
+2023-08-07 (PaddlePaddle/Paddle); 2.5.1 was there to install on 2023-07-27 (PaddlePaddle/docs, pull request 6069).
+
+Reads: with tensor parallelism and no stages `distributed_dataloader` reads sizes from the device before each
+micro-batch. FlagPerf sets it for GPT, and for LLaMA in all but the first version of its configuration
+(llama1_7B/paddle/config/_base.py @572fd7d; not @45c4220, whose program had no model for stages yet).
 
 Pool: what building the model has taken of a card stays taken (`pool_of_building`).
 """

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from sim.errors import Deadlock, Infeasible, OutOfMemory
+from sim.errors import Deadlock, Infeasible, OutOfMemory, TiersimError
 from sim.plan import Action, Drop, Move, Plan, Problem
 from sim.policies.base import Policy, by_parameter
 from sim.policies.sharing import rewriting
@@ -71,13 +71,10 @@ class SuperOffload(Policy):
             return Plan(trace)
         if self.on_device is not None:
             return self._splitting(groups[: max(0, len(groups) - self.on_device)], host, problem)
-        plans, took = [self._splitting(groups, host, problem)], dict[int, int | None]()
-        try:
-            took[0] = problem.evaluate(plans[0]).end
-        except (Infeasible, Deadlock) as error:
-            took[0] = None
-            if _fails_in_forward(error, problem):
-                return plans[0]
+        plans = [self._splitting(groups, host, problem)]
+        ran = {0: _ran(problem, plans[0])}
+        if _is_full_in_forward(ran[0], problem):
+            return plans[0]
         counts = sorted({*(1 << i for i in range(len(groups).bit_length())), len(groups)})
         plans += [self._splitting(groups[: len(groups) - count], host, problem) for count in counts]
         least = list(map(problem.least_ns, plans))
@@ -85,12 +82,8 @@ class SuperOffload(Policy):
         for place in sorted(range(len(plans)), key=lambda place: (least[place], place)):
             if best is not None and (least[place], place) > best:
                 continue
-            if place not in took:
-                try:
-                    took[place] = problem.evaluate(plans[place]).end
-                except (Infeasible, Deadlock):
-                    took[place] = None
-            if (end := took[place]) is not None:
+            end = ran[place] if place in ran else _ran(problem, plans[place])
+            if isinstance(end, int):
                 best = min(best or (end, place), (end, place))
         return plans[best[1] if best else 0]
 
@@ -141,15 +134,23 @@ class SuperOffload(Policy):
         return with_sends(split.trace, must_precede(split.trace, tile)) - {*split.updates}
 
 
-def _fails_in_forward(error: Infeasible | Deadlock, problem: Problem) -> bool:
+def _ran(problem: Problem, plan: Plan) -> int | TiersimError:
+    """When a plan's replay ends, or why it does not."""
+    try:
+        return problem.evaluate(plan).end
+    except (Infeasible, Deadlock) as error:
+        return error
+
+
+def _is_full_in_forward(ran: int | TiersimError, problem: Problem) -> bool:
     """Whether a device is full before backward begins: with more layers updated there it holds all that, and more."""
     homes = {problem.platform.home(device).name for device in range(problem.trace.devices)}
-    if not isinstance(error, OutOfMemory) or error.tier not in homes:
+    if not isinstance(ran, OutOfMemory) or ran.tier not in homes:
         return False
-    if error.log is None:  # at the start
+    if ran.log is None:  # at the start
         return True
-    ran = error.log.interval("op")
-    return bool((error.log.trace.op_columns.phase[ran[ran >= 0]] == FORWARD).all())
+    ops = ran.log.interval("op")
+    return bool((ran.log.trace.op_columns.phase[ops[ops >= 0]] == FORWARD).all())
 
 
 def _complete(trace: Trace, group: Collection[int]) -> int:

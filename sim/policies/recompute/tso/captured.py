@@ -12,6 +12,7 @@ from sim.policies.recompute.tso.segments import Ints
 from sim.rewrites.rewriter import with_columns
 from sim.trace.graph import Trace
 from sim.trace.launched import CAPTURED
+from sim.trace.launched import captured as captured_before
 from sim.trace.tensor import ROLE_CODE
 
 
@@ -76,7 +77,6 @@ def captured(problem: Problem, parts: Iterable[Part], saved_launch: Ints, charge
             if saved_launch[op]:
                 time = int(duration[op]) if op in charges else cost.op_ns(op)
                 duration[op] = time - int(saved_launch[op])
-    together = [list(part.ops) for part in parts]
-    together = [*trace.meta.get(CAPTURED, ()), *together]
+    together = [*captured_before(trace.meta, len(duration)), *(list(part.ops) for part in parts)]
     meta = {**trace.meta, CAPTURED: together} if problem.platform.dispatch and together else None
     return with_columns(trace, meta, workspace=workspace, duration=duration)
