@@ -2,7 +2,8 @@
 
 import gc
 import shutil
-from itertools import groupby
+from collections import Counter
+from itertools import chain, groupby
 from pathlib import Path
 from zlib import crc32
 
@@ -208,7 +209,8 @@ ONE_IN = {
     "test_layout_search.py::test_what_ranks_can_divide_is_searched": 3,
     "test_mt3000_page.py::test_runs_of_the_data_are_what_the_program_finds": 3,
 }
-"""Of the examples of these tests a plain `pytest` runs one in so many; the others are long."""
+"""Of the examples of these tests a plain `pytest` runs one in so many, and each value of a parameter; the others are
+long."""
 
 PASSED = "tiersim/passed"
 """Where pytest's cache has the ids of what passed in the last run that was no `--rest`."""
@@ -273,22 +275,34 @@ def pytest_collection_modifyitems(config, items):
             (mark, tuple(each for each in names if each.startswith(file) or file.startswith(each)))
             for mark, names in ((pytest.mark.quick, quick), (pytest.mark.long, LONG))
         ]
-        seen: set[str] = set()
+        examples = {}
         for item in tests:
             name = f"{file}::{item.nodeid.partition('::')[2]}"
             for mark, names in marks:
                 if name.startswith(names):
                     item.add_marker(mark)
-            if "[" in name and (step := one_in(name)):
-                test = name.partition("[")[0]
-                if test in seen and crc32(name.encode()) % step:  # a stride would go along with the parameters
-                    item.add_marker(pytest.mark.long)
-                seen.add(test)
+            if hasattr(item, "callspec"):
+                examples.setdefault(name.partition("[")[0], []).append(item)
+        for test, items in examples.items():
+            step = next((step for name, step in ONE_IN.items() if test.startswith(name)), 1)
+            for item in left_out(items, step):
+                item.add_marker(pytest.mark.long)
 
 
-def one_in(name):
-    """In how many examples of a test a plain run has one; None for all."""
-    return next((step for test, step in ONE_IN.items() if name.startswith(test)), None)
+def left_out(items, step):
+    """All examples of a test but one in so many, by name, and the first with each value that several share.
+
+    A stride would go along with the parameters.
+    """
+    values = [{(key, id(value)) for key, value in item.callspec.params.items()} for item in items]
+    shared = {value for value, count in Counter(chain.from_iterable(values)).items() if count > 1}
+    left, shown = items[:0], set()
+    for item, own in zip(items, values, strict=True):
+        if item is not items[0] and own & shared <= shown and crc32(item.name.encode()) % step:
+            left.append(item)
+        else:
+            shown |= own
+    return left
 
 
 def pytest_collection_finish():

@@ -88,6 +88,14 @@ def test_policies_that_move_the_update_keep_what_is_named(policy):
     assert sorted(_names(ran, ran.meta[AWAITED])) == sorted(names)
 
 
+def test_a_policy_that_captures_keeps_what_was_captured():
+    said = _said(**{CAPTURED: [_ids(*PART)]})
+    ran = simulate(said, load_profile("h100", overrides={"dispatch": "cpu"}), "tso").plan.trace
+    first, *own = ran.meta[CAPTURED]
+    assert sorted(_names(ran, first)) == sorted(PART)
+    assert own
+
+
 def test_of_a_part_of_the_trace_only_what_is_there_is_named():
     said = _said(**{AWAITED: _ids("wte", "h11.attn.core"), CAPTURED: [_ids("wpe", "h11.mlp.fc"), _ids("h11.ln2")]})
     new = cut(said, 40)
