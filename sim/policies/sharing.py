@@ -80,11 +80,12 @@ def shared(policy: Policy, problem: Problem, make: Callable[[], Plan]) -> Plan:
 
 
 def alike(trace: Trace, key: Hashable, make: Callable[[], tuple[Acts, ...]]) -> tuple[Acts, ...]:
-    """The actions that `make` makes; made once for all traces of a structure, whatever their sizes.
+    """The actions that `make` makes; made once for all traces of a structure, whatever their sizes, but for one alone
+    with very many ops.
 
     key: the policy, and everything else that decides them besides the structure, such as which tensors have no bytes.
     """
-    if not trace.structure.is_shared:
+    if not trace.structure.is_shared and len(trace.op_columns.name) > MOST_OPS:
         return make()
 
     def once() -> tuple[Acts, ...]:

@@ -45,10 +45,12 @@ def is_taken(plan: Plan, platform: Platform) -> bool:
 
 
 def outcome(plan: Plan, platform: Platform, fast: bool) -> tuple[str, EventLog | None]:
+    """In words how a run ends, with all that an error has; and its log, if there is one."""
     try:
         return "done", replay(plan, platform, fast=fast)
     except TiersimError as error:
-        return f"{type(error).__name__}: {error}", getattr(error, "log", None)
+        fields = {name: value for name, value in vars(error).items() if name != "log"}
+        return f"{type(error).__name__}: {error} {fields}", getattr(error, "log", None)
 
 
 def assert_equal(plan: Plan, platform: Platform) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sim import load_profile, simulate
 from sim.analysis.peak_memory import home_peak
 from sim.conformance.examples import random_examples
+from sim.engine import array_path
 from sim.engine.copy_path import covered, device
 from sim.engine.copy_path.copies import NONE, Copies
 from sim.engine.copy_path.wires import Wires
@@ -23,7 +24,7 @@ from sim.engine.event_path.record import Columns
 from sim.engine.prepare import prepare
 from sim.engine.replay import replay
 from sim.engine.resolve import Resolved
-from sim.errors import IllegalPlan, Thrashing, TiersimError
+from sim.errors import IllegalPlan, OutOfMemory, Thrashing, TiersimError
 from sim.experiment import problem_for, reference_run
 from sim.hardware.platform import Member, Platform, Pool
 from sim.log import STALLS, EventLog
@@ -44,19 +45,28 @@ some = settings(
 )
 
 
-def is_taken(plan: Plan, platform: Platform) -> bool:
-    """Whether a run takes the copy path from beginning to end."""
+def ending(plan: Plan, platform: Platform) -> str:
+    """How a run ends on the copy path: "done", "refused", or "" where it does not take it, or not to the end."""
     prepared = prepare(plan.trace, platform)
     try:
         resolved = Resolved(plan, platform, prepared)
     except IllegalPlan:
-        return False
+        return ""
+    if array_path.covers(plan, platform, prepared, resolved) and array_path.run(
+        plan, platform, prepared, resolved, 100
+    ):
+        return ""
     if not covered.covers(plan, platform, prepared, resolved):
-        return False
+        return ""
     try:
-        return device.run(plan, platform, prepared, resolved, 100) is not None
-    except Thrashing:
-        return False
+        return "" if device.run(plan, platform, prepared, resolved, 100) is None else "done"
+    except (OutOfMemory, Thrashing):
+        return "refused"
+
+
+def is_taken(plan: Plan, platform: Platform) -> bool:
+    """Whether a run takes the copy path from beginning to end, and ends well."""
+    return ending(plan, platform) == "done"
 
 
 # ---- random plans --------------------------------------------------------------------------------
@@ -175,7 +185,9 @@ def test_a_planned_run_with_copies_has_one_log_on_either_path(kind):
         plan = PLANS[kind](example.trace, example.platform, code)
         for platform in budgets(plan, example.platform):
             assert_equal(plan, platform)
-            if is_taken(plan, platform):
+            how = ending(plan, platform)
+            seen[how] += 1
+            if how == "done":
                 taken += 1
                 log = replay(plan, platform)
                 seen.update(STALLS[cause] for cause in set(log.interval("cause").tolist()))
@@ -186,6 +198,7 @@ def test_a_planned_run_with_copies_has_one_log_on_either_path(kind):
         pytest.skip("none of the plans drawn takes the copy path: it is 10 to 70 of 480")
     if taken > 50:
         assert seen["cancelled"] > 0
+        assert seen["refused"] > 0
         assert {cause for cause in SEEN[kind] if not seen[cause]} == set()
 
 
@@ -199,7 +212,7 @@ def test_the_reference_simulator_says_the_same(kind):
         nonlocal taken
         plan = PLANS[kind](example.trace, example.platform, code)
         for platform in budgets(plan, example.platform)[:3]:
-            if is_taken(plan, platform):
+            if ending(plan, platform):
                 taken += 1
                 assert difference(plan, platform) == ""
 
@@ -286,9 +299,11 @@ def test_an_online_part_is_shown_and_told_what_the_reference_simulator_shows_it(
         for platform in budgets(plan, example.platform):
             asked = seen_by(plan, platform, code)
             assert_equal(asked, platform)
-            if is_taken(asked, platform):
+            how = ending(asked, platform)
+            if how:
                 taken += 1
                 assert difference(asked, platform) == ""
+            if how == "done":
                 log = replay(asked, platform)
                 counts.update({name: count > 0 for name, count in log.counters.items()})
 
@@ -503,8 +518,10 @@ def test_a_fault_shows(fault, monkeypatch):
 
 def is_same(plan: Plan, platform: Platform, log: EventLog) -> bool:
     prepared = prepare(plan.trace, platform)
-    mine = device.run(plan, platform, prepared, Resolved(plan, platform, prepared), 100)
-    return mine == log
+    try:
+        return device.run(plan, platform, prepared, Resolved(plan, platform, prepared), 100) == log
+    except OutOfMemory:
+        return False
 
 
 @cache

@@ -13,9 +13,10 @@ from sim.engine.copy_path.covered import Program
 from sim.engine.copy_path.wires import NEVER, Elsewhere, Wires
 from sim.engine.event_path.links import Routes
 from sim.engine.event_path.record import COUNTERS, Columns
+from sim.engine.event_path.refusals import Asked, no_space
 from sim.engine.prepare import Prepared
 from sim.engine.resolve import Act, Resolved
-from sim.errors import IllegalPlan
+from sim.errors import IllegalPlan, OutOfMemory
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, CHANGE_COLUMNS, INTERVAL_COLUMNS, STALL, WHY, Ints
 from sim.plan import ChangeFields, Move
@@ -81,6 +82,7 @@ class Copies:
         self.intervals, self.changes = (table.rows for table in self._tables)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.wires = Wires(platform, prepared)
+        self._platform, self._prepared = platform, prepared
         self._lane = prepared.main[0]
         self._first_link = len(platform.engines)  # lanes are engines, then links
         self._size = prepared.size
@@ -419,12 +421,18 @@ class Copies:
 
     def _next_instant(self) -> None:
         """Go on to where something happens next, and let that happen. Raises Elsewhere where nothing does."""
+        if not self._goes_on():
+            raise Elsewhere
+
+    def _goes_on(self) -> bool:
+        """Go on to where something happens next, and let that happen; False where nothing does."""
         if self.is_stale:
             self._settle()
         if self.wires.next_at == NEVER:
-            raise Elsewhere
+            return False
         self.now = self.wires.next_at
         self._end_copies()
+        return True
 
     def _end_copies(self) -> None:
         self.is_stale = True
@@ -517,7 +525,7 @@ class Copies:
     def wait_for_space(self, tier: int, bytes: int, op: int, reason: str) -> None:
         """Until a request fits: whoever can have something leave is asked, unless what leaves already will do.
 
-        Otherwise it is looked at again whenever some space is released there.
+        Otherwise it is looked at again whenever some space is released there. Raises OutOfMemory where none ever is.
         """
         while self.used[tier] + bytes > self.capacity[tier]:
             relieve = self._relieve
@@ -530,10 +538,18 @@ class Copies:
             start, self._offered, self._wanted, self.is_stale = self.now, False, tier, True
             self.waiting += 1
             while not self._offered:
-                self._next_instant()
+                if not self._goes_on():
+                    raise self._refusal((tier, bytes, op, reason))
             self.waiting -= 1
             self._stalled(start, op, -1, "space")
         self._wanted = -1
+
+    def _refusal(self, request: Asked) -> OutOfMemory:
+        """The error of a request that the device waits for to the end."""
+        tier, size = request[0], self._size
+        held = [(size[tensor], tensor) for tensor, tiers in enumerate(self.held) if tiers >> tier & 1]
+        free = self.capacity[tier] - self.used[tier]
+        return no_space(self._platform, self._prepared, request, self.used, held, free)
 
     def _demand(self, tensor: int, op: int) -> None:
         """A copy without space that the device waits for gets some as an op would."""

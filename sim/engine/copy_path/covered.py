@@ -24,7 +24,6 @@ class Program(NamedTuple):
     before, after: by run the actions that come before it, and after it.
     last_use: per tensor the last run that uses it, or at whose end the program releases it; -1 for none.
     dying: per run the tensors that nothing uses after it, and that may be freed then.
-    moves: whether some action is a move.
     """
 
     ops: Sequence[int]
@@ -35,14 +34,10 @@ class Program(NamedTuple):
     after: Mapping[int, Sequence[Act]]
     last_use: list[int]
     dying: list[list[int]]
-    moves: bool
 
 
 def covers(plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolved) -> bool:
-    """Whether a run is one that this path may take: one device, one engine, copies without codecs.
-
-    A run that nobody asks and that moves nothing is none: where the array path does not take it, it fails.
-    """
+    """Whether a run is one that this path may take: one device, one engine, copies without codecs."""
     lane = prepared.main[0]
     home = prepared.home[lane]
     return (
@@ -54,8 +49,7 @@ def covers(plan: Plan, platform: Platform, prepared: Prepared, resolved: Resolve
             offset is None and (prepared.producer[tensor] < 0 or tier == home)
             for tensor, (tier, offset) in resolved.born.items()
         )
-        and (program := program_of(prepared, resolved)) is not None
-        and (program.moves or plan.online is not None or bool(plan.keep_dead))
+        and program_of(prepared, resolved) is not None
     )
 
 
@@ -63,38 +57,33 @@ def program_of(prepared: Prepared, resolved: Resolved) -> Program | None:
     """What the device does, kept with the plan; None where its actions are not all for this path."""
     kept = resolved.made.copied
     if not kept:
-        moves = _moves(prepared, resolved)
-        kept.append(None if moves is None else _program(prepared, resolved, moves > 0))
+        kept.append(_program(prepared, resolved) if _are_covered(prepared, resolved) else None)
     known: Program | None = kept[0]
     return known
 
 
-def _moves(prepared: Prepared, resolved: Resolved) -> int | None:
-    """How many actions are moves; None unless each comes after what it is about, and all ops are plain or in place."""
-    producer, plain = prepared.producer, prepared.plain
-    moves = 0
+def _are_covered(prepared: Prepared, resolved: Resolved) -> bool:
+    """Whether each action comes after what it is about and uses no codec, and all ops are plain or in place."""
+    producer, plain, renewals = prepared.producer, prepared.plain, prepared.renewals
     for after, side in enumerate((resolved.before, resolved.after)):
         for anchor, acts in side.items():
             first = anchor + after
             for kind, target, _, move in acts:
-                if kind == "recompute":
-                    if after or target >= anchor or plain[target] is None:
-                        return None
-                elif producer[target] >= first:
-                    return None
-                elif move is not None:
-                    if move.wire is not None or move.codec is not None:
-                        return None
-                    moves += 1
-    renewals = prepared.renewals
-    return moves if all(each is not None or op in renewals for op, each in enumerate(plain)) else None
+                if move is not None and (move.wire is not None or move.codec is not None):
+                    return False
+                if kind != "recompute":
+                    if producer[target] >= first:
+                        return False
+                elif after or target >= anchor or plain[target] is None:
+                    return False
+    return all(each is not None or op in renewals for op, each in enumerate(plain))
 
 
-def _program(prepared: Prepared, resolved: Resolved, moves: bool) -> Program:
+def _program(prepared: Prepared, resolved: Resolved) -> Program:
     ops, before, after = range(len(prepared.plain)), resolved.before, resolved.after
     if not resolved.recomputed:
         last_use, dying = prepared.deaths
-        return Program(ops, prepared.plain, repeat(RUN), ops, before, after, last_use, dying, moves)
+        return Program(ops, prepared.plain, repeat(RUN), ops, before, after, last_use, dying)
     runs: list[tuple[int, int, int]] = []
     acts_before, acts_after = dict[int, Sequence[Act]](), dict[int, Sequence[Act]]()
     for op in ops:
@@ -116,4 +105,4 @@ def _program(prepared: Prepared, resolved: Resolved, moves: bool) -> Program:
     dying = [[t for t in touched[op] if last_use[t] <= run and freeable[t]] for run, (op, _, _) in enumerate(runs)]
     order, whys, anchors = zip(*runs, strict=True)
     plain = [prepared.plain[op] for op in order]
-    return Program(order, plain, whys, anchors, acts_before, acts_after, last_use, dying, moves)
+    return Program(order, plain, whys, anchors, acts_before, acts_after, last_use, dying)

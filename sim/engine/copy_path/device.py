@@ -15,7 +15,7 @@ from sim.engine.event_path.refusals import RecomputeLimit
 from sim.engine.event_path.residency import listens
 from sim.engine.prepare import Plain, Prepared, Renewal
 from sim.engine.resolve import Act, Resolved
-from sim.errors import Thrashing
+from sim.errors import OutOfMemory, Thrashing
 from sim.hardware.platform import Platform
 from sim.log import CAUSE, RESERVED_COLUMNS, EventLog
 from sim.plan import Plan
@@ -28,7 +28,7 @@ def run(
 ) -> EventLog | None:
     """The log of a run that is covered; None if it has to take the event path after all.
 
-    Raises Thrashing with the log of what ran.
+    Raises OutOfMemory and Thrashing with the log of what ran.
     """
     program = program_of(prepared, resolved)
     if program is None:
@@ -44,7 +44,7 @@ def run(
         device.close()
     except Elsewhere:
         return None
-    except Thrashing as error:
+    except (OutOfMemory, Thrashing) as error:
         error.attach(_log(copies, prepared, platform, complete=False))
         raise
     if copies.now >= 2**62:

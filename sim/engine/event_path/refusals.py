@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sim.engine.event_path.state import State
 from sim.engine.prepare import Prepared
 from sim.errors import OutOfMemory, Thrashing
+from sim.hardware.platform import Platform
 from sim.units import format_time
 
 Asked = tuple[int, int, int, str]
@@ -40,40 +41,53 @@ class RecomputeLimit:
 
 def out_of_memory(state: State, request: Asked) -> OutOfMemory:
     """The error of a request that cannot be met, with the table of holders."""
+    tier, prepared, space, residency = request[0], state.prepared, state.space, state.residency
+    held = [
+        (space.size_in(tensor, tier), tensor)
+        for tensor in range(len(prepared.size))
+        if residency.has_copy(tensor, tier) or space.has_taken(tensor, tier)
+    ]
+    return no_space(state.platform, prepared, request, space.used, held, space.largest_free_block(tier))
+
+
+def no_space(
+    platform: Platform,
+    prepared: Prepared,
+    request: Asked,
+    used: Sequence[int],
+    held: Iterable[tuple[int, int]],
+    largest: int,
+) -> OutOfMemory:
+    """The error of a request that cannot be met, with the table of holders.
+
+    used: bytes per tier. held: bytes and number of each tensor in the tier that is asked. largest: its largest free
+    block.
+    """
     tier, bytes, op, reason = request
-    platform, prepared, space = state.platform, state.prepared, state.space
-    name = space.names[tier]
-    holders = _holders(state, tier)
+    name, tensors = platform.tiers[tier].name, prepared.trace.tensors
+    most = sorted((-size, tensor) for size, tensor in held)[:HOLDERS]
+    holders = tuple((tensors[t].name, -size, tensors[t].role) for size, t in most)
     what = f"op {prepared.trace.op_columns.name[op]!r}" if op >= 0 else "the start"
     top = ", ".join(f"{holder} ({size:,} B)" for holder, size, _ in holders[:3])
-    full = [i for i, other in enumerate(platform.tiers) if i != tier and other.device < 0 and space.free(i) < bytes]
-    others = ", ".join(f"{space.names[i]!r} ({space.free(i):,} B of {space.capacity[i]:,} B free)" for i in full)
-    largest = space.largest_free_block(tier)
+    free = [each.capacity - taken for each, taken in zip(platform.tiers, used, strict=True)]
+    full = [i for i, other in enumerate(platform.tiers) if i != tier and other.device < 0 and free[i] < bytes]
+    others = ", ".join(
+        f"{platform.tiers[i].name!r} ({free[i]:,} B of {platform.tiers[i].capacity:,} B free)" for i in full
+    )
     hole = f"largest free block {largest:,} B"
     if largest >= bytes:  # an allocator that caches serves small and large requests from segments of their own
         hole = f"not enough for a segment that serves this size, though a request of {largest:,} B would be served"
     return OutOfMemory(
-        f"{what} needs {bytes:,} B in {name!r} for {reason}; {space.free(tier):,} B of {space.capacity[tier]:,} B are "
-        f"free ({hole}); largest holders: {top or 'none'}" + (f"; nor do that many fit in {others}" if others else ""),
+        f"{what} needs {bytes:,} B in {name!r} for {reason}; {free[tier]:,} B of {platform.tiers[tier].capacity:,} B "
+        f"are free ({hole}); largest holders: {top or 'none'}"
+        + (f"; nor do that many fit in {others}" if others else ""),
         tier=name,
         need_bytes=bytes,
-        free_bytes=space.free(tier),
+        free_bytes=free[tier],
         largest_hole_bytes=largest,
         holders=holders,
-        full=(name, *(space.names[i] for i in full)),
+        full=(name, *(platform.tiers[i].name for i in full)),
     )
-
-
-def _holders(state: State, tier: int) -> tuple[tuple[str, int, str], ...]:
-    """Name, bytes and role of the largest tensors of a tier."""
-    prepared, space, residency = state.prepared, state.space, state.residency
-    held = [
-        (-space.size_in(tensor, tier), tensor)
-        for tensor in range(len(prepared.size))
-        if residency.has_copy(tensor, tier) or space.has_taken(tensor, tier)
-    ]
-    tensors = prepared.trace.tensors
-    return tuple((tensors[t].name, -size, tensors[t].role) for size, t in sorted(held)[:HOLDERS])
 
 
 def waiting_transfers(state: State) -> Sequence[str]:

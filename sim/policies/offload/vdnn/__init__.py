@@ -145,24 +145,24 @@ class Vdnn(Policy):
     def _try_all(self, problem: Problem) -> Plan:
         """The first of the published passes that fits; never one slower than `all` with least workspace."""
         least, fastest = (implementations(problem.trace, algorithm) for algorithm in "mp")
-        floor = self._static(problem, "all", least)
-        for variant in ("none", "conv", "all"):
-            if variant == "all" and fastest == least:
-                problem.evaluate(floor)  # the very same, which may not fit
-                return floor
+        smaller = () if fastest == least else ("conv", "all")
+        for variant in ("none", *(smaller or ("conv",))):  # `all` with least workspace comes last
             plan = self._static(problem, variant, fastest)
             log = _fits(problem, plan)
             if log is not None:
-                return self._faster(problem, plan, log, floor)
-        for variant in ("conv", "all"):
+                return self._faster(problem, plan, log, least)
+        for variant in smaller:
             found = self._shrink(problem, variant, fastest)
             if found is not None:
-                return self._faster(problem, *found, floor)
+                return self._faster(problem, *found, least)
+        floor = self._static(problem, "all", least)
         problem.evaluate(floor)
         return floor
 
-    def _faster(self, problem: Problem, plan: Plan, log: EventLog, floor: Plan) -> Plan:
-        """A plan that was replayed, unless `floor` fits and is faster; that is replayed only where it could be."""
+    def _faster(self, problem: Problem, plan: Plan, log: EventLog, least: Mapping[int, str]) -> Plan:
+        """A plan that was replayed, unless `all` with least workspace fits and is faster; that is replayed only where
+        it could be."""
+        floor = self._static(problem, "all", least)
         if log.end <= problem.least_ns(floor):
             return plan
         other = _fits(problem, floor)
