@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -112,23 +113,28 @@ def test_the_graph_with_its_swaps_has_an_order_and_one_copy_out_per_tensor(
 ) -> None:
     """Every edge of the rewritten graph, trigger edges included, points forward in a topological order found here."""
     trace = random_graph(seed)
-    swaps = Swapper(trace).swaps(Settings(threshold, ahead, group, mode))
+    stays = Swapper(trace).stays(Settings(threshold, ahead, group, mode))
+    swaps: dict[int, list[tuple[int, int, int]]] = {}
+    for t, *stay in zip(*(column.tolist() for column in stays), strict=True):
+        swaps.setdefault(t, []).append(tuple(stay))
     after: dict[object, set[object]] = {op: set() for op in range(len(trace.ops))}
     for op in trace.ops:
         for t in op.reads:
             if trace.producer[t] >= 0:
                 after[op.id].add(int(trace.producer[t]))
-    for t, stays in swaps.items():
-        after["out", t] = {stays[0].first}
-        for i, stay in enumerate(stays[1:]):
-            after["in", t, i] = {("out", t), stay.begin}
-            readers = [op for op in trace.readers(t) if stay.first <= op <= stay.last]
+    for t, ((produced, source, _), *returned) in swaps.items():
+        assert produced == -1
+        assert returned
+        after["out", t] = {source}
+        for i, (begin, first, last) in enumerate(returned):
+            after["in", t, i] = {("out", t), begin}
+            readers = [op for op in trace.readers(t) if first <= op <= last]
             assert readers
             for op in readers:
                 after[op].add(("in", t, i))
         levels = Swapper(trace).level
-        far = [op for op in trace.readers(t) if levels[op] - levels[stays[0].first] > threshold]
-        assert {op for stay in stays[1:] for op in (stay.first, stay.last)} <= set(far)
+        far = [op for op in trace.readers(t) if levels[op] - levels[source] > threshold]
+        assert {op for _, first, last in returned for op in (first, last)} <= set(far)
     done: set[object] = set()
     while len(done) < len(after):
         ready = [node for node, before in after.items() if node not in done and before <= done]
@@ -178,11 +184,13 @@ def test_further_ahead_never_stalls_more_and_never_holds_less(copy: int, run: Ca
 def test_a_count_by_hand() -> None:
     """long_skip: x (1), a (10), y1 to y5 (1 each); f1 reads a at once, f3 and f5 after their copies in."""
     trace = long_skip()
-    swaps = Swapper(trace).swaps(Settings(1, 1, 0, 0))
+    settings = Settings(1, 1, 0, 0)
+    stays = Swapper(trace).stays(settings)
     # x always; a in f0, f1 and one op more while it leaves, then in f3 and f5; each y in two ops
-    assert counted(trace, swaps, Settings(1, 1, 0, 0)) == [11, 12, 13, 13, 3, 13]
-    assert counted(trace, swaps, Settings(1, 1, 0, 1)) == [11, 12, 3, 13, 3, 13]
-    assert counted(trace, {}, Settings(6, 1, 0, 0)) == [11, 12, 13, 13, 13, 13]
+    assert counted(trace, stays, settings).tolist() == [11, 12, 13, 13, 3, 13]
+    assert counted(trace, stays, replace(settings, sync_mode=1)).tolist() == [11, 12, 3, 13, 3, 13]
+    off = Settings(6, 1, 0, 0)
+    assert counted(trace, Swapper(trace).stays(off), off).tolist() == [11, 12, 13, 13, 13, 13]
 
 
 @settings(max_examples=25, deadline=None)
@@ -192,7 +200,7 @@ def test_with_instant_copies_the_device_holds_what_is_counted(seed: int, thresho
     trace = random_graph(seed)
     mode = Settings(threshold, 1, 0, 3)
     done = facts(simulate(trace, machine(rate=10**18), "tflms", **vars(mode)))
-    assert done.peak == max(counted(trace, Swapper(trace).swaps(mode), mode))
+    assert done.peak == max(counted(trace, Swapper(trace).stays(mode), mode))
 
 
 def test_bisection_finds_the_greatest_value_that_passes() -> None:
@@ -219,15 +227,15 @@ def test_tuning_turns_itself_off_and_then_swaps_no_more_than_it_must() -> None:
     assert 1 <= found.swapout_threshold < Swapper(trace).levels
     swapper = Swapper(trace)
     more = Settings(found.swapout_threshold + 1, 1, 0, found.sync_mode)
-    assert max(counted(trace, swapper.swaps(found), found)) <= 0.9 * keep
-    assert max(counted(trace, swapper.swaps(more), more)) > 0.9 * keep
+    assert max(counted(trace, swapper.stays(found), found)) <= 0.9 * keep
+    assert max(counted(trace, swapper.stays(more), more)) > 0.9 * keep
 
 
 @pytest.mark.parametrize(("layout", "share"), [({"dp": 2}, 0.8), ({"pp": 2}, 0.8), ({}, 0.9)])
 def test_in_a_run_of_several_ranks_less_memory_is_counted_on(layout: dict[str, int], share: float, monkeypatch) -> None:
     trace = transformer({**SMALL, "n_layer": 2}, batch=4, sequence=32, optimizer="sgd")
     card, given = load_profile("a100_80_sxm", overrides={"devices": str(math.prod(layout.values()))}), list[float]()
-    monkeypatch.setattr(tflms, "fits", lambda problem, swaps, settings, share: not given.append(share))
+    monkeypatch.setattr(tflms, "fits", lambda problem, stays, settings, share: not given.append(share))
     simulate(trace, card, "tflms", parallel=layout)
     simulate(trace, card, "tflms", parallel=layout, memory_share=0.7)
     assert given == [share, 0.7]

@@ -79,7 +79,7 @@ class Tflms(Policy):
             raise PolicyError(f"tflms: {platform.name} has no host tier to swap to")
         swapper, ranks = Swapper(trace), trace.op_columns.ring or trace.op_columns.group
         share = self.memory_share or (DISTRIBUTED_SHARE if ranks else SHARE)
-        settings = self._tuned(swapper, lambda s: fits(problem, swapper.swaps(s), s, share))
+        settings = self._tuned(swapper, lambda s: fits(problem, swapper.stays(s), s, share))
         actions = swapper.actions(settings, platform, platform.host.name)
         return Plan(trace, cascade(trace, platform, actions, platform.host.name), notes=vars(settings))
 

@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.plan import Problem
-from sim.policies.offload.tflms.swaps import Settings, Swaps
-from sim.solvers.spans import resident_during, spans
+from sim.policies.offload.tflms.swaps import Settings, Stays
+from sim.solvers.spans import resident_during
 from sim.trace.graph import PERSISTENT, Trace
+from sim.trace.kept import kept
 
 DELAY = 1
 """Ops for which a result stays resident while it is copied out, where computation does not wait for that copy."""
 
 
-def fits(problem: Problem, swaps: Swaps, settings: Settings, share: float) -> bool:
+def fits(problem: Problem, stays: Stays, settings: Settings, share: float) -> bool:
     """Whether every device counts no more than its share of what weights and optimizer state leave it."""
     trace = problem.trace
-    for device in range(trace.devices):
-        variables = _variables(trace, device)
+    variables = kept(trace, "variables", None, lambda: [_variables(trace, device) for device in range(trace.devices)])
+    for device, size in enumerate(variables):
         capacity = problem.platform.home(device).capacity
-        if max(counted(trace, swaps, settings, device), default=0) > share * (capacity - variables):
+        if int(counted(trace, stays, settings, device).max(initial=0)) > share * (capacity - size):
             return False
     return True
 
 
-def counted(trace: Trace, swaps: Swaps, settings: Settings, device: int = 0) -> Sequence[int]:
-    """Per op the bytes of results and inputs resident on a device while it runs, its workspace included."""
-    ops, columns, here = trace.op_columns, trace.tensor_columns, spans(trace, device) if swaps else ()
-    stays = ~np.isin(columns.role, PERSISTENT)
-    stays[list(swaps)] = False
+def counted(trace: Trace, stays: Stays, settings: Settings, device: int = 0) -> NDArray[np.int64]:
+    """Bytes of results and inputs resident on a device during each op, its workspace included. Shape (ops,)."""
+    ops = trace.op_columns
+    others = kept(trace.structure, "variable", None, lambda: ~np.isin(trace.tensor_columns.role, PERSISTENT)).copy()
+    others[stays.tensor] = False
+    tensor, begin, first, last = (column[ops.device[stays.first] == device] for column in stays)
+    produced, size = begin < 0, trace.tensor_columns.bytes[tensor]
     change = np.zeros(len(ops.name) + 2, np.int64)
-    for t in swaps:
-        if t not in here:
-            continue
-        size = columns.bytes[t]
-        for i, stay in enumerate(swaps[t]):
-            begin = stay.first if settings.waits_in or not i else stay.begin + 1
-            stop = stay.last + (0 if i or settings.waits_out else DELAY)
-            change[begin] += size
-            change[stop + 1] -= size
-    load = resident_during(trace, device, stays) + np.cumsum(change)[: len(ops.name)]
-    counts: list[int] = (load + np.where(ops.device == device, ops.workspace, 0)).tolist()
-    return counts
+    np.add.at(change, np.where(produced | settings.waits_in, first, begin + 1), size)
+    np.subtract.at(change, last + np.where(produced & (not settings.waits_out), DELAY, 0) + 1, size)
+    load = resident_during(trace, device, others) + np.cumsum(change)[: len(ops.name)]
+    return load + np.where(ops.device == device, ops.workspace, 0)
 
 
 def _variables(trace: Trace, device: int) -> int:
