@@ -17,7 +17,7 @@ from sim.rewrites.rewriter import Rewriter, slice_of
 from sim.rewrites.slots import owner, weights_of
 from sim.trace.graph import PERSISTENT, Trace
 from sim.trace.op import KIND_CODE, PHASE_CODE, Op, Ring
-from sim.trace.origin import Expr, Microbatch, Same
+from sim.trace.origin import Expr, Microbatch, Same, first_same
 from sim.trace.series import Mark
 from sim.trace.tensor import ROLE_CODE, Tensor
 
@@ -261,6 +261,7 @@ class _Split:
         about = {"expert_ranks": experts} if experts > 1 else {}
         self.new = Rewriter(trace, {"microbatches": n * ranks * int(trace.meta.get("microbatches", 1)), **about})
         self.tensors, self.ops = list(trace.tensors), list(trace.ops)
+        self.same = first_same(max(len(self.tensors), len(self.ops)))
         self.produced_by_split: list[bool] = np.append(splits, False)[trace.producer].tolist()
         self.produced_by_repeated: list[bool] = np.append(repeated, False)[trace.producer].tolist()
         outputs = set(trace.outputs)
@@ -456,8 +457,8 @@ class _Split:
     def _of_group(self, of: int, first: int, stop: int) -> Microbatch | Same:
         """Microbatches of a tensor or an op, counted over all groups of replicas that divide the experts."""
         if self.total * self.members == 1:
-            return Same(of)
-        return Microbatch(Same(of), first, stop, self.total)
+            return self.same[of]
+        return Microbatch(self.same[of], first, stop, self.total)
 
     def _of_member(self, of_group: Microbatch | Same) -> Microbatch | Same:
         """This replica's part of what its group has."""
@@ -681,28 +682,32 @@ def _late_ops(
 
     versions: tensors of which each microbatch writes the next version.
     """
-    late = np.zeros(len(trace.ops), np.bool_)
-    name, producer = trace.tensor_columns.name, trace.producer
-    for op in trace.ops:
-        for t in op.reads:
-            producing_op = int(producer[t])
-            if splits[op.id]:
+    name, op_name, replaces = trace.tensor_columns.name, trace.op_columns.name, trace.tensor_columns.replaces.tolist()
+    # lists, of which single values are read much faster than of arrays
+    divided, by_row, producer = splits.tolist(), rows.tolist(), trace.producer.tolist()
+    late = [False] * len(divided)
+    for op, (reads, writes) in enumerate(zip(trace.distinct_reads, trace.all_writes, strict=True)):
+        for t in reads:
+            producing_op = producer[t]
+            if divided[op]:
                 if producing_op >= 0 and late[producing_op]:
-                    raise TraceError(f"split_batch: op {op.name!r} needs {name[t]!r}, computed from all microbatches")
-            elif rows[t]:
-                raise TraceError(f"split_batch: op {op.name!r} reads {name[t]!r}, but may not be split by batch")
-            elif producing_op >= 0 and (splits[producing_op] or late[producing_op]):
-                late[op.id] = True
-        for t in op.writes:
-            old = int(trace.tensor_columns.replaces[t])
+                    raise TraceError(
+                        f"split_batch: op {op_name[op]!r} needs {name[t]!r}, computed from all microbatches"
+                    )
+            elif by_row[t]:
+                raise TraceError(f"split_batch: op {op_name[op]!r} reads {name[t]!r}, but may not be split by batch")
+            elif producing_op >= 0 and (divided[producing_op] or late[producing_op]):
+                late[op] = True
+        for t in writes:
+            old = replaces[t]
             if old < 0 or t in versions:
                 continue
-            per_microbatch = rows[old] or (producer[old] >= 0 and splits[producer[old]])
-            if splits[op.id] and not per_microbatch:
-                raise TraceError(f"split_batch: op {op.name!r} overwrites {name[old]!r} in every microbatch")
-            if not splits[op.id] and any(splits[r] for r in trace.readers(old)) and not late[op.id]:
-                raise TraceError(f"split_batch: op {op.name!r} overwrites {name[old]!r} before all microbatches")
-    return late
+            per_microbatch = by_row[old] or (producer[old] >= 0 and divided[producer[old]])
+            if divided[op] and not per_microbatch:
+                raise TraceError(f"split_batch: op {op_name[op]!r} overwrites {name[old]!r} in every microbatch")
+            if not divided[op] and any(divided[r] for r in trace.readers(old)) and not late[op]:
+                raise TraceError(f"split_batch: op {op_name[op]!r} overwrites {name[old]!r} before all microbatches")
+    return np.array(late, np.bool_)
 
 
 def _repeated_ops(trace: Trace, splits: NDArray[np.bool_], late: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from sim.trace.series import Mark
 from sim.trace.tensor import Tensor
 
 GLUE = Glue()
+COPIED = ("name", "bytes", "role", "layer", "shape", "dtype", "zeros", "saved_for", "axes")
+_copied = attrgetter(*COPIED)
 Ints = NDArray[np.int64]
 
 
@@ -50,8 +52,7 @@ class Rewriter:
         stands_for: what the new one stands for; by default the old tensor itself.
         changes: fields that differ; `replaces` must be a new id.
         """
-        names = ("name", "bytes", "role", "layer", "shape", "dtype", "zeros", "saved_for", "axes")
-        fields = {name: getattr(like, name) for name in names}
+        fields = dict(zip(COPIED, _copied(like)))
         fields.update(changes)
         self._tensors.append(Same(like.id) if stands_for is None else stands_for)
         return self.builder.tensor(**fields)

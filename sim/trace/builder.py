@@ -327,9 +327,9 @@ class TraceBuilder:
         fields = dict(zip(COPIED, _copied(op)))
         if op.counted is not None and op.flops and "flops" in changes:
             fields["counted"] = -(-op.counted * int(changes["flops"]) // op.flops)
-        if all(len(changes.get(key, getattr(op, key))) == len(getattr(op, key)) for key in ("reads", "writes")):
-            fields["views"] = op.views
         fields.update(changes)
+        if len(fields["reads"]) == len(op.reads) and len(fields["writes"]) == len(op.writes):
+            fields.setdefault("views", op.views)
         return self.op(**fields)
 
     def copier(self, ops: OpColumns) -> Callable[[int, Sequence[int], Sequence[int], int], int]:
