@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 from sim.analysis.bounds import bounds
 from sim.errors import Infeasible, PolicyError
 from sim.experiment import reference_run, simulate
+from sim.hardware.cost import op_times
 from sim.hardware.profile import load_profile
+from sim.policies.offload.modnn.bounds import least_of_parts
+from sim.policies.offload.vdnn.implementations import choose, implementations
+from sim.rewrites.batching import split_batch_ops
 from sim.rewrites.values import departures
 from sim.solvers.load_curve import Curve, Variable
 from sim.solvers.longest_away import longest_away
 from sim.trace import Trace, TraceBuilder
 from sim.trace.op import Implementation
+from sim.trace.origin import Glue
 from tests.policies.offload.conftest import facts, machine
 from tests.policies.offload.test_vdnn import LEAN, SLOW, Layer, net
 from workloads import cnn
@@ -153,6 +158,21 @@ def test_batch_norm_leaves_the_batch_whole() -> None:
     done = simulate(trace, card, "modnn", budget=int(0.6 * keep.peak))
     assert done.plan.notes["parts"] == 1
     assert done.plan.notes["offloaded"] > 0
+
+
+@pytest.mark.parametrize("kernels", ["cudnn", "torch"])
+@pytest.mark.parametrize("platform", ["a100_40_pcie", "ascend_910b"])
+def test_what_sub_batches_take_at_least_is_all_but_what_adds_up_gradients(kernels: str, platform: str) -> None:
+    trace, card = cnn("vgg-16", 8, kernels=kernels), load_profile(platform)
+    fastest = implementations(trace, "p")
+    for parts in (2, 4, 8):
+        split, which = split_batch_ops(trace, parts)
+        adds = np.array([isinstance(each, Glue) for each in split.origin.ops])
+        chosen = {op: fastest[which[op][0]] for op in np.flatnonzero(~adds).tolist() if which[op][0] in fastest}
+        taken = int(op_times(choose(split, chosen), card).total[~adds].sum())
+        assert adds.any()
+        assert least_of_parts(trace, card, parts, fastest) == taken
+    assert least_of_parts(trace, card, 3, fastest) == 0  # eight images make no three equal parts
 
 
 def test_what_is_wrong_is_named() -> None:

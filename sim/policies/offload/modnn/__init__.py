@@ -16,11 +16,16 @@ from sim.hardware.cost import op_times
 from sim.log import EventLog
 from sim.plan import Plan, Problem
 from sim.policies.base import Policy, by_parameter
+from sim.policies.offload.modnn.bounds import least_of_parts
 from sim.policies.offload.modnn.offloads import offloads
 from sim.policies.offload.vdnn.implementations import choose, implementations, next_smaller, overflow
 from sim.rewrites.batching import split_batch_ops
 from sim.rewrites.rewriter import with_columns
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
+
+MOST_SPLITS = 2
+"""Numbers of sub-batches whose traces are kept for further budgets: as many as there are at once while one plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +75,13 @@ class ModNn(Policy):
         """The fastest of the plans for each number of sub-batches."""
         if problem.platform.host is None:
             raise PolicyError(f"modnn: {problem.platform.name} has no host tier to offload to")
+        trace, fastest = problem.trace, implementations(problem.trace, "p")
         best: tuple[int, Plan] | None = None
         refused: Infeasible | None = None
-        for parts in _divisors(problem.trace):
+        for parts in _divisors(trace):
             if best is not None and parts > self.most_parts:
+                break
+            if best is not None and least_of_parts(trace, problem.platform, parts, fastest) >= best[0]:
                 break
             try:
                 trial = _Trial(problem, parts, problem.platform.host.name)
@@ -82,6 +90,8 @@ class ModNn(Policy):
             if best is not None and trial.least_ns >= best[0]:
                 break
             for shrink, through_time in product((True, False), repeat=2):
+                if not shrink and through_time not in trial.shrunk:
+                    continue  # the same as with it
                 try:
                     plan, log = trial.fitted(shrink, through_time)
                 except Infeasible as error:
@@ -112,6 +122,12 @@ def _divisors(trace: Trace) -> Iterator[int]:
     yield from (n for n in range(1, max(known, 1) + 1) if known % n == 0)
 
 
+def _split(trace: Trace, parts: int) -> tuple[Trace, list[int]]:
+    """The sub-batches, and for each of their ops the op that it is a part of or works for."""
+    split, which = split_batch_ops(trace, parts)
+    return split, [old for old, _ in which]
+
+
 def _with_measured(split: Trace, old: Sequence[int], problem: Problem) -> Trace:
     """Sub-batches whose measured ops take, of the whole op's time, the part that the model of op times gives them.
 
@@ -134,16 +150,18 @@ class _Trial:
     """A number of sub-batches, each op in the fastest implementation. Raises TraceError where an op cannot be split.
 
     least_ns: what the device computes at least, whatever memory does.
+    shrunk: the values of `through_time` with which some op took a smaller workspace rather than wait.
     """
 
     def __init__(self, problem: Problem, parts: int, host: str) -> None:
         self.problem, self.parts, self.host = problem, parts, host
-        self.split, which = split_batch_ops(problem.trace, parts)
-        self.old = [old for old, _ in which]
+        trace = problem.trace
+        self.split, self.old = kept(trace, "sub_batches", parts, lambda: _split(trace, parts), most=MOST_SPLITS)
         self.split = _with_measured(self.split, self.old, problem) if parts > 1 else self.split
         self.members: dict[int, list[int]] = {}
         for op in sorted(self.split.op_columns.alternatives):
             self.members.setdefault(self.old[op], []).append(op)
+        self.shrunk = set[bool]()
         self._fresh()
         times = op_times(self._trace(), problem.platform).total
         self.least_ns = int(sum(ns for op, ns in enumerate(times.tolist()) if op not in self.split.op_columns.engine))
@@ -164,7 +182,14 @@ class _Trial:
             cost = problem.cost.over(trace, problem.platform)
             own = replace(problem, trace=trace, cost=cost)
             found = offloads(own, self.host, through_time=through_time)
-            if self._shrink(*found.short, *(found.waits if shrink else ())):
+            smaller = self._smaller(*found.short)
+            if shrink:
+                rather = self._smaller(*found.waits)
+                if not rather.keys() <= smaller.keys():
+                    self.shrunk.add(through_time)
+                smaller |= rather
+            if smaller:
+                self.chosen.update(smaller)
                 continue
             notes = {"parts": self.parts, "implementations": dict(self.chosen), "offloaded": found.times}
             plan = Plan(trace, found.actions, notes=notes)
@@ -172,19 +197,19 @@ class _Trial:
                 return plan, problem.evaluate(plan)
             except OutOfMemory as error:
                 op = overflow(error, problem.home, trace)
-                if op is None or not self._shrink(op):
+                smaller = {} if op is None else self._smaller(op)
+                if not smaller:
                     raise
+                self.chosen.update(smaller)
 
     def _trace(self) -> Trace:
         """The sub-batches in the chosen implementations."""
         return choose(self.split, {op: name for old, name in self.chosen.items() for op in self.members.get(old, ())})
 
-    def _shrink(self, *ops: int) -> bool:
-        """In all sub-batches, give these ops the next smaller workspace; whether any has one."""
-        smaller = {
+    def _smaller(self, *ops: int) -> dict[int, str]:
+        """For all sub-batches, the next smaller workspace of each of these ops that has one."""
+        return {
             old: name
             for old in {self.old[op] for op in ops}
             if (name := next_smaller(self.problem.trace, old, self.chosen.get(old, ""))) is not None
         }
-        self.chosen.update(smaller)
-        return bool(smaller)
