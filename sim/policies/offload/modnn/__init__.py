@@ -20,12 +20,9 @@ from sim.policies.offload.modnn.bounds import least_of_parts
 from sim.policies.offload.modnn.offloads import offloads
 from sim.policies.offload.vdnn.implementations import choose, implementations, next_smaller, overflow
 from sim.rewrites.batching import split_batch_ops
+from sim.rewrites.kept import kept as kept_rewritten
 from sim.rewrites.rewriter import with_columns
 from sim.trace.graph import Trace
-from sim.trace.kept import kept
-
-MOST_SPLITS = 2
-"""Numbers of sub-batches whose traces are kept for further budgets: as many as there are at once while one plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +120,13 @@ def _divisors(trace: Trace) -> Iterator[int]:
 
 
 def _split(trace: Trace, parts: int) -> tuple[Trace, list[int]]:
-    """The sub-batches, and for each of their ops the op that it is a part of or works for."""
-    split, which = split_batch_ops(trace, parts)
-    return split, [old for old, _ in which]
+    """The sub-batches, and for each of their ops the op that it is a part of or works for; kept for further budgets."""
+
+    def make() -> tuple[tuple[Trace, list[int]], Trace]:
+        split, which = split_batch_ops(trace, parts)
+        return (split, [old for old, _ in which]), split
+
+    return kept_rewritten(trace, ("sub_batches", parts), make)
 
 
 def _with_measured(split: Trace, old: Sequence[int], problem: Problem) -> Trace:
@@ -155,8 +156,7 @@ class _Trial:
 
     def __init__(self, problem: Problem, parts: int, host: str) -> None:
         self.problem, self.parts, self.host = problem, parts, host
-        trace = problem.trace
-        self.split, self.old = kept(trace, "sub_batches", parts, lambda: _split(trace, parts), most=MOST_SPLITS)
+        self.split, self.old = _split(problem.trace, parts)
         self.split = _with_measured(self.split, self.old, problem) if parts > 1 else self.split
         self.members: dict[int, list[int]] = {}
         for op in sorted(self.split.op_columns.alternatives):
