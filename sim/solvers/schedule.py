@@ -10,60 +10,52 @@ not, nor do these policies, but bounds for all plans take it into account.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, combinations
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.plan import Action, Drop, Recompute
+from sim.solvers.residency import Residency
 from sim.trace.columns import slots_of
 from sim.trace.index import OverwriteTracker, TraceIndex
-from sim.trace.liveness import LiveSet
 from sim.trace.op import KIND_CODE
 
-__all__ = ["OverwriteTracker", "Reruns", "Schedule", "Step", "TraceIndex", "backward_slice", "schedule_of"]
+__all__ = ["OverwriteTracker", "Reruns", "Schedule", "TraceIndex", "backward_slice", "schedule_of"]
 
 Ints = NDArray[np.int64]
 
 COLLECTIVE = KIND_CODE["collective"]
-NEVER, READ, PRODUCED = 0, 1, 2
-"""What happens next to a tensor: nothing, a read, or a run of its producer."""
 
 Reruns = Mapping[int, Sequence[int]]
 """Per op (the anchor) the ops that are recomputed before it, in order."""
-
-
-class Step(NamedTuple):
-    """What is live while one op of a schedule runs.
-
-    held: the most bytes while it runs.
-    missing: its results that were not live before, and are still to be read.
-    freed: what is dropped or dead at its end.
-    """
-
-    held: int
-    missing: Sequence[int]
-    freed: Collection[int]
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """A trace's ops in program order with some of them recomputed.
 
-    steps: (op, anchor) in order; anchor -1 for the op in its own place, else the op before which it is recomputed.
+    ops, anchors: of each step in order; anchor -1 for the op in its own place, else the op before which it is
+        recomputed.
     drops: per step the tensors that are dropped after it.
     hold: tensors that are not dropped before the end of a later op.
     once_recomputed: tensors that, if they are recomputed, are dropped for good at the end of an op.
     """
 
     index: TraceIndex
-    steps: Sequence[tuple[int, int]]
+    ops: Ints
+    anchors: Ints
     drops: Sequence[Sequence[int]]
     hold: Mapping[int, int] | None = None
     once_recomputed: Mapping[int, int] | None = None
+
+    @cached_property
+    def steps(self) -> list[tuple[int, int]]:
+        """Op and anchor of each step."""
+        return list(zip(self.ops.tolist(), self.anchors.tolist(), strict=True))
 
     def actions(self) -> tuple[Action, ...]:
         """The drops and recomputations, anchored, in order."""
@@ -85,73 +77,23 @@ class Schedule:
 
     def peaks(self, device: int = 0) -> list[int]:
         """Bytes resident on a device at the start, then per step the most while that step runs, as in `peak`."""
-        index = self.index
-        starts = index.starts_on(device)
-        if index.trace.devices > 1:
-            return [sum(index.size[t] for t in starts), *(step.held for step in self.walk(device))]
-        # planners ask this of one device for hundreds of schedules, so it has a loop of its own
-        size, replaces, freeable, uses = index.size, index.replaces, index.freeable, list(index.uses)
-        for op, anchor in self.steps:
-            for t in index.reads[op] if anchor >= 0 else ():
-                uses[t] += 1
-        live = bytearray(len(size))
-        for t in starts:
-            live[t] = 1
-        held = sum(size[t] for t in starts)
-        peaks = [held]
-        for (op, anchor), dropped in zip(self.steps, self.drops, strict=True):
-            scratch, given_up, writes = index.workspace[op], 0, index.writes[op]
-            for t in writes:
-                old = replaces[t]
-                if old >= 0 and live[old]:
-                    live[old] = 0
-                    given_up += size[t] if live[t] else 0
-                elif live[t]:
-                    scratch += size[t]
-                else:
-                    held += size[t]
-                live[t] = 1
-            peaks.append(held + scratch)
-            held -= given_up
-            used = index.reads[op]
-            if anchor < 0 and op in index.releases:
-                used = (*used, *index.releases[op])
-            for t in used:
-                uses[t] -= 1
-            for t in (*used, *writes):
-                if uses[t] <= 0 and live[t] and freeable[t]:
-                    live[t] = 0
-                    held -= size[t]
-            for t in dropped:
-                if live[t]:
-                    live[t] = 0
-                    held -= size[t]
-        return peaks
+        residency = self.residency(device)
+        return [residency.start, *residency.held.tolist()]
 
-    def walk(self, device: int | None = None) -> Iterator[Step]:
-        """The steps one by one, on a device or, as if they shared one memory, on all."""
-        index = self.index
-        uses = list(index.uses)
-        for op, anchor in self.steps:
-            for t in index.reads[op] if anchor >= 0 else ():
-                uses[t] += 1
-        live = LiveSet(index.size, index.replaces, index.starts_on(device))
-        for (op, anchor), dropped in zip(self.steps, self.drops, strict=True):
-            here = device is None or index.device[op] == device
-            reads, writes = (index.reads[op], index.writes[op]) if here else ((), ())
-            missing = [t for t in writes if uses[t] and t not in live]
-            held = live.run(writes, index.workspace[op] if here else 0)
-            released = index.releases.get(op, ()) if anchor < 0 else ()
-            for t in (*reads, *released):
-                uses[t] -= 1
-            freed = [t for t in (*reads, *writes, *released) if uses[t] <= 0 and index.freeable[t] and t in live]
-            freed += [t for t in dropped if here and t in live]
-            live.free(freed)
-            yield Step(held, missing, freed)
+    def residency(self, device: int | None = None) -> Residency:
+        """What a device holds or, as if they shared one memory, all."""
+        key = device if self.index.trace.devices > 1 else None
+        if key not in self._residencies:
+            self._residencies[key] = Residency(self.index, self.ops, self.anchors, self.drops, key)
+        return self._residencies[key]
+
+    @cached_property
+    def _residencies(self) -> dict[int | None, Residency]:
+        return {}
 
     def rerun_count(self) -> int:
         """How many ops are recomputed."""
-        return sum(anchor >= 0 for _, anchor in self.steps)
+        return int((self.anchors >= 0).sum())
 
 
 def schedule_of(
@@ -179,16 +121,16 @@ def schedule_of(
     if (meeting := _meeting(index, legal)) is not legal:
         legal = _possible(index, meeting)
     ops, anchors = _in_order(len(index.reads), legal)
-    kept, drops = list(zip(ops.tolist(), anchors.tolist(), strict=True)), list[list[int]]()
     if prune:
-        kept, drops = _pruned(index, kept)
-    else:
-        drops = _drops(index, ops, anchors)
+        kept = _wanted_again(index, ops, anchors)
+        ops, anchors = ops[kept], anchors[kept]
+    drops = _drops(index, ops, anchors)
+    schedule = Schedule(index, ops, anchors, drops, hold, once_recomputed)
     if hold:
-        _put_off(kept, drops, hold)
+        _put_off(schedule.steps, drops, hold)
     if once_recomputed:
-        _let_go(index, kept, drops, once_recomputed)
-    return Schedule(index, kept, drops, hold, once_recomputed)
+        _let_go(index, schedule.steps, drops, once_recomputed)
+    return schedule
 
 
 def _in_order(count: int, reruns: Mapping[int, Sequence[int]]) -> tuple[Ints, Ints]:
@@ -230,29 +172,33 @@ def _drops(index: TraceIndex, ops: Ints, anchors: Ints) -> list[list[int]]:
     return drops
 
 
-def _pruned(index: TraceIndex, steps: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[list[int]]]:
-    """The steps without recomputations of which nothing is read, and what is dropped after each."""
-    coming = [NEVER] * len(index.size)
-    wanted = [False] * len(index.size)  # whether it is read after that, or released by the program
-    droppable, group = index.droppable, index.trace.op_columns.group
-    kept: list[tuple[int, int]] = []
-    drops: list[list[int]] = []
-    all_reads, all_writes, releases = index.reads, index.writes, index.releases
-    for op, anchor in reversed(steps):
-        reads, writes = all_reads[op], all_writes[op]
-        if anchor < 0 and op in releases:
-            for t in releases[op]:
+def _wanted_again(index: TraceIndex, ops: Ints, anchors: Ints) -> Ints:
+    """The steps without recomputations of which nothing is read before it is produced once more, or at all."""
+    start, ids = index.write_rows
+    often = np.zeros(len(index.size), np.bool_)
+    often[ids[slots_of(start, ops[anchors >= 0])]] = True  # all that matters here
+    touched = np.zeros(len(index.reads), np.bool_)
+    touched[ops[anchors >= 0]] = True
+    for start, ids in (index.read_rows, index.write_rows):
+        touched[np.repeat(np.arange(len(touched)), np.diff(start))[often[ids]]] = True
+    touched[index.trace.released[often & (index.trace.released >= 0)]] = True
+    is_kept = np.ones(len(ops), np.bool_)
+    wanted = [False] * len(often)  # whether it is read after that, or released by the program
+    comes_next = [False] * len(often)  # whether it is produced before that
+    reads, writes, releases, group = index.reads, index.writes, index.releases, index.trace.op_columns.group
+    steps = np.flatnonzero(touched[ops])[::-1]
+    for step, op, anchor in zip(steps.tolist(), ops[steps].tolist(), anchors[steps].tolist(), strict=True):
+        if anchor < 0:
+            for t in releases.get(op, ()):
                 wanted[t] = True
-        may_skip = anchor >= 0 and op not in group
-        if may_skip and all(coming[t] == PRODUCED or not wanted[t] for t in writes):
+        elif op not in group and not any(wanted[t] and not comes_next[t] for t in writes[op]):
+            is_kept[step] = False
             continue
-        kept.append((op, anchor))
-        drops.append([t for t in (*reads, *writes) if coming[t] == PRODUCED and droppable[t]])
-        for t in writes:
-            coming[t] = PRODUCED if wanted[t] else NEVER
-        for t in reads:
-            coming[t], wanted[t] = READ, True
-    return kept[::-1], drops[::-1]
+        for t in writes[op]:
+            comes_next[t] = wanted[t]
+        for t in reads[op]:
+            comes_next[t], wanted[t] = False, True
+    return np.flatnonzero(is_kept)
 
 
 def _put_off(steps: Sequence[tuple[int, int]], drops: Sequence[list[int]], hold: Mapping[int, int]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from sim.solvers.residency import Residency
 from sim.solvers.schedule import Schedule, schedule_of
 
 PASSES = 6
@@ -45,7 +45,8 @@ def remove_unnecessary(schedule: Schedule, cost: Sequence[int], budget: int) -> 
 
 def _left_out(schedule: Schedule, cost: Sequence[int], budget: int) -> set[int]:
     size = schedule.index.size
-    held, gaps = _walk(schedule)
+    residency = schedule.residency()
+    held, gaps = residency.held.copy(), _gaps(schedule, residency)
     worth = {
         step: cost[schedule.steps[step][0]] / max(sum(size[t] for t, _ in tensors), 1) for step, tensors in gaps.items()
     }
@@ -62,16 +63,13 @@ def _left_out(schedule: Schedule, cost: Sequence[int], budget: int) -> set[int]:
     return chosen
 
 
-def _walk(schedule: Schedule) -> tuple[NDArray[np.int64], Gaps]:
-    """The bytes held during each step on one device, and the gaps of recomputed tensors."""
+def _gaps(schedule: Schedule, residency: Residency) -> Gaps:
+    """The gaps of tensors that are recomputed."""
     overwritten = set(schedule.index.overwritten)
-    held = np.zeros(len(schedule.steps), np.int64)
-    gaps: dict[int, list[tuple[int, int]]] = {}
-    freed: dict[int, int] = {}
-    for i, ((_, anchor), step) in enumerate(zip(schedule.steps, schedule.walk(), strict=True)):
-        # what was overwritten could not have stayed
-        if anchor >= 0 and overwritten.isdisjoint(step.missing):
-            gaps[i] = [(t, freed[t]) for t in step.missing]
-        held[i] = step.held
-        freed.update(dict.fromkeys(step.freed, i))
-    return held, gaps
+    gaps: dict[int, list[tuple[int, int]]] = {i: [] for i, (_, anchor) in enumerate(schedule.steps) if anchor >= 0}
+    for i, t, freed in zip(*(column.tolist() for column in residency.returns()), strict=True):
+        if t in overwritten:  # it could not have stayed
+            gaps.pop(i, None)
+        elif i in gaps:
+            gaps[i].append((t, freed))
+    return gaps

@@ -4,15 +4,15 @@ Two facts of a trace decide when a tensor is dead: `uses`, how many of its reade
 while the program holds it; and `freeable`, whether it may be freed at all. Four walkers apply them, each to what it
 alone knows:
 
-    planners   `LiveSet`, over a schedule (`sim.solvers.schedule.Schedule.walk`), the parts of a trace that are
-               recomputed together (`sim.solvers.nodes`) and the stages of a chain (`sim.trace.chain`): one memory, one
-               op after the other, nothing offloaded
+    planners   `sim.solvers.residency`, of a schedule as a whole, each tensor's events sorted by time; and `LiveSet`,
+               over the parts of a trace that are recomputed together (`sim.solvers.nodes`) and the stages of a chain
+               (`sim.trace.chain`): one memory, one op after the other, nothing offloaded
     evictors   `sim.eviction.evictor.Evictor`, which hears of each read and copy while a run goes on
     engine     `sim.engine.event_path.lifetimes.Lifetimes`: copies in several tiers, pins, and transfers in flight
     array path `sim.engine.array_path`: a straight run of one device as a whole, each tensor's events sorted by time
 
 The law in `sim.conformance` has its own. Programs for solvers (`sim.solvers.milp` and others) state the same as
-constraints on nodes; what they estimate is checked against a schedule's walk.
+constraints on nodes; what they estimate is checked against a schedule's residency.
 """
 
 from __future__ import annotations

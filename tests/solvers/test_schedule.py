@@ -16,6 +16,7 @@ from sim.plan import Plan
 from sim.rewrites.holding import with_releases
 from sim.solvers.schedule import TraceIndex, backward_slice, schedule_of
 from sim.trace import Trace, TraceBuilder
+from sim.trace.liveness import LiveSet
 from tests.machines import machine
 from workloads.synthetic import chain, random_dag, uniform_chain
 
@@ -55,15 +56,44 @@ def test_any_ops_may_run_again_anywhere_and_the_peak_is_the_engines(seed, ops, c
     assert log.interval("op").tolist() == [op for op, _ in found.steps]
 
 
-@settings(max_examples=60, deadline=None)
-@given(trace=random_traces(), seed=st.integers(0, 10**6), count=st.integers(0, 20))
-def test_the_peaks_are_those_of_the_walk(trace, seed, count):
-    draw, index = random.Random(seed), TraceIndex(trace)
-    reruns: dict[int, list[int]] = {}
+def walked(found, device=None):
+    """Bytes held per step, and per tensor that returns the step, and that after which it was freed: step by step."""
+    index = found.index
+    uses, freed, returns, held = list(index.uses), {}, [], []
+    for op, anchor in found.steps:
+        for t in index.reads[op] if anchor >= 0 else ():
+            uses[t] += 1
+    live = LiveSet(index.size, index.replaces, index.starts_on(device))
+    for i, ((op, anchor), dropped) in enumerate(zip(found.steps, found.drops, strict=True)):
+        here = device is None or index.device[op] == device
+        reads, writes = (index.reads[op], index.writes[op]) if here else ((), ())
+        returns += [(i, t, freed.get(t, -1)) for t in writes if uses[t] and t not in live]
+        held.append(live.run(writes, index.workspace[op] if here else 0))
+        released = index.releases.get(op, ()) if anchor < 0 else ()
+        for t in (*reads, *released):
+            uses[t] -= 1
+        gone = [t for t in (*reads, *writes, *released) if uses[t] <= 0 and index.freeable[t] and t in live]
+        gone += [t for t in dropped if here and t in live]
+        freed.update(dict.fromkeys(gone, i))
+        live.free(gone)
+    return held, returns
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), devices=st.integers(1, 2), seed=st.integers(0, 10**6), count=st.integers(0, 20))
+def test_residency_is_what_walking_the_steps_finds(data, devices, seed, count):
+    trace, draw = data.draw(random_traces(devices=devices)), random.Random(seed)
+    index, reruns = TraceIndex(trace), {}
     for _ in range(count):
         reruns.setdefault(draw.randrange(len(trace.ops)), []).append(draw.randrange(len(trace.ops)))
-    found = schedule_of(index, reruns)
-    assert found.peaks()[1:] == [step.held for step in found.walk(0)]
+    for prune in (False, True):
+        found = schedule_of(index, reruns, prune=prune)
+        for device in range(trace.devices):
+            assert found.peaks(device)[1:] == walked(found, device)[0]
+        held, returns = walked(found)
+        assert found.residency().held.tolist() == held
+        columns = [column.tolist() for column in found.residency().returns()]
+        assert sorted(zip(*columns, strict=True)) == sorted(returns)
 
 
 @pytest.mark.parametrize("prune", [False, True])

@@ -82,7 +82,7 @@ class Blocks:
             for t in early:
                 drops[i].remove(t)
                 drops[place[self.casts[t]]].append(t)
-        return Schedule(schedule.index, schedule.steps, drops)
+        return Schedule(schedule.index, schedule.ops, schedule.anchors, drops)
 
 
 def blocks_of(problem: Problem, policy: str) -> Blocks:
