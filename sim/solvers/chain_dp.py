@@ -50,7 +50,7 @@ class ChainCosts:
 class ChainTable:
     """Least times of all parts of a chain for all numbers of free slots.
 
-    best[i][j - i]: per number of slots the time to run stages i … j forward and backward when x[i] is held
+    best[j - i][i]: per number of slots the time to run stages i … j forward and backward when x[i] is held
         outside and the gradient of j's output inside; stage L is the loss, of no time. Shape of a row:
         (slots + 1,); INF where it cannot be.
     slot: bytes of one.
@@ -72,11 +72,11 @@ class ChainTable:
     def time(self) -> int:
         """Nanoseconds of the whole chain with all slots; INF where it does not fit."""
         free = self.slots - self.x[0]
-        return int(self.best[0][len(self.costs), free]) if free >= 0 else INF
+        return int(self.best[len(self.costs)][0, free]) if free >= 0 else INF
 
     def least_bytes(self) -> int | None:
         """The fewest bytes, to the slot, that some schedule fits in; None if more than there are."""
-        fits = np.flatnonzero(self.best[0][len(self.costs)] < INF)
+        fits = np.flatnonzero(self.best[len(self.costs)][0] < INF)
         least = int(fits[0]) + self.x[0] if len(fits) else self.slots + 1
         return math.ceil(least * self.slot) if least <= self.slots else None
 
@@ -96,9 +96,9 @@ class ChainTable:
             if i == j:
                 stack += [("B", i), ("F", i)]
                 continue
-            best = int(self.best[i][j - i, m])
+            best = int(self.best[j - i][i, m])
             if m >= max(self.hold[i], self.lying[j] + self.saving[i]):
-                time = uf[i] + self.costs.ub[i] + int(self.best[i + 1][j - i - 1, m - self.xbar[i]])
+                time = uf[i] + self.costs.ub[i] + int(self.best[j - i - 1][i + 1, m - self.xbar[i]])
                 if time == best:
                     stack += [("B", i), (i + 1, j, m - self.xbar[i]), ("F", i)]
                     continue
@@ -112,7 +112,7 @@ class ChainTable:
             passed += self.costs.uf[k - 1]
             if m < self.x[k]:
                 continue
-            if passed + int(self.best[k][j - k, m - self.x[k]] + self.best[i][k - 1 - i, m]) == best:
+            if passed + int(self.best[j - k][k, m - self.x[k]] + self.best[k - 1 - i][i, m]) == best:
                 return [(i, k - 1, m), (k, j, m - self.x[k]), *(("F", s) for s in reversed(range(i, k)))]
         raise AssertionError("a table whose entry comes from nowhere")
 
@@ -154,36 +154,54 @@ def solve(costs: ChainCosts, budget: int, slots: int = 500) -> ChainTable:
     saving = [xbar[i] + of_saving[i] for i in range(count)] + [0]
     lying = [x[i + 1] + there[i] for i in range(count)] + [0]
     width = total + 1
-    best = [np.full((count + 1 - i, width), INF, np.int64) for i in range(count + 1)]
-    # per j the rows of best[k][j - k] moved right by x[k], for k = 0 … j: what is left beside checkpoint k
-    beside = [np.full((j + 1, width), INF, np.int64) for j in range(count + 1)]
     passed = np.concatenate(([0], np.cumsum(np.array(uf, np.int64))))
-
-    def put(i: int, j: int, row: NDArray[np.int64]) -> None:
-        best[i][j - i] = row
-        if x[i] < width:
-            beside[j][i, x[i] :] = row[: width - x[i]]
-
-    for i in range(count + 1):
-        row = np.full(width, INF, np.int64)
-        need = max(hold[i], lying[i] + saving[i])
-        row[min(need, width) :] = turn[i] + ub[i]
-        put(i, i, row)
-    for span in range(1, count + 1):
-        for i in range(count + 1 - span):
-            j = i + span
-            row = np.full(width, INF, np.int64)
-            last = min(j, count - 1)
-            if last > i:
-                leaf = beside[j][i + 1 : last + 1] + best[i][: last - i]
-                leaf += (passed[i + 1 : last + 1] - passed[i])[:, None]
-                sweep = max(x[i + 1] + of[i], max((x[k] + x[k + 1] + of[k] for k in range(i + 1, j)), default=0))
-                least = min(lying[j] + sweep, width)
-                row[least:] = leaf[:, least:].min(axis=0)
-            least = min(max(hold[i], lying[j] + saving[i]), width)
-            if least < width:
-                chained = best[i + 1][j - i - 1, least - xbar[i] : width - xbar[i]] + (uf[i] + ub[i])
-                row[least:] = np.minimum(row[least:], chained)
-            np.minimum(row, INF, out=row)
-            put(i, j, row)
+    best: list[NDArray[np.int64]] = []
+    # the same by j - k and k, moved right by x[k], with the forward time before k: what is left beside checkpoint k
+    beside: list[NDArray[np.int64]] = []
+    sweep = [0] * (count + 1)  # the most slots that running forward from i on takes, before the last checkpoint's op
+    for span in range(count + 1):
+        rows = count + 1 - span
+        if span > 1:
+            sweep = [max(most, x[i + span - 1] + x[i + span] + of[i + span - 1]) for i, most in enumerate(sweep[:rows])]
+        elif span:
+            sweep = [x[i + 1] + of[i] for i in range(rows)]
+        row = _cut([lying[i + span] + sweep[i] for i in range(rows)], width, best, beside, passed)
+        for i in range(rows):
+            first = max(hold[i], lying[i + span] + saving[i])
+            if not span:
+                row[i, first:] = turn[i] + ub[i]
+            elif first < width:
+                chained = best[-1][i + 1, first - xbar[i] : width - xbar[i]] + (uf[i] + ub[i])
+                np.minimum(row[i, first:], chained, out=row[i, first:])
+        best.append(row)
+        moved = np.empty_like(row)
+        for k in range(rows):
+            moved[k, : x[k]] = INF
+            moved[k, x[k] :] = row[k, : max(width - x[k], 0)]
+        moved += passed[:rows, None]
+        beside.append(moved)
     return ChainTable(costs, total, slot, x, xbar, saving, hold, lying, best)
+
+
+def _cut(
+    least: Sequence[int],
+    width: int,
+    best: Sequence[NDArray[np.int64]],
+    beside: Sequence[NDArray[np.int64]],
+    passed: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """The least times of all parts of the next length that run forward to a checkpoint k first; shape (parts, width).
+
+    least: slots that each takes at least. best, beside, passed: see `solve`.
+    """
+    rows, span = len(least), len(best)
+    found = np.full((rows, width), 2 * INF, np.int64)
+    for ahead in range(1, span + 1):  # from i to k
+        parts = rows if ahead < span else rows - 1  # just before the loss it never pays
+        tried = beside[span - ahead][ahead : ahead + parts] + best[ahead - 1][:parts]
+        np.minimum(found[:parts], tried, out=found[:parts])
+    found -= passed[:rows, None]
+    np.minimum(found, INF, out=found)
+    for row, first in zip(found, least, strict=True):
+        row[:first] = INF
+    return found

@@ -152,7 +152,7 @@ class _Schedules:
         self.index, self.anchors = index, first_backward(line, "colossal_auto")
         self.forward = [stage.forward for stage in line.stages]
         self.table = solve(costs_of(problem, index, line), max(most, 1), slots)
-        fits = np.flatnonzero(self.table.best[0][len(line)] < INF)
+        fits = np.flatnonzero(self.table.best[len(line)][0] < INF)
         self.least = int(fits[0]) + self.table.x[0] if len(fits) else self.table.slots + 1
         self.seen: set[int] = set()
 
