@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import inf
 
 import numpy as np
@@ -77,13 +78,14 @@ class Pager:
     def __init__(self, problem: Problem, line: Chain, schedule: Schedule, host: Tier) -> None:
         self.problem, self.schedule, self.host = problem, schedule, host
         self.index: TraceIndex = schedule.index
-        self.peaks = np.array(schedule.peaks()[1:], np.int64)
-        self.time = np.array([problem.cost.op_ns(op) for op, _ in schedule.steps], np.int64)
-        keys = [line.stage_of.get(op, -1 - op) for op, _ in schedule.steps]
-        counts = [len(list(run)) for _, run in groupby(keys)]
-        self.ends: Ints = np.cumsum(counts) - 1
-        self.starts: Ints = self.ends - counts + 1
-        self.visit_of: Ints = np.repeat(np.arange(len(counts)), counts)
+        self.peaks = schedule.residency().held
+        took = [problem.cost.op_ns(op) for op in range(len(self.index.reads))]
+        ops = schedule.ops.tolist()
+        self.passed = [0, *accumulate(map(took.__getitem__, ops))]  # per step the time of all before it, and of all
+        counts = [len(list(run)) for _, run in groupby([line.stage_of.get(op, -1 - op) for op in ops])]
+        self.ends = [last - 1 for last in accumulate(counts)]
+        self.starts = [end - count + 1 for end, count in zip(self.ends, counts, strict=True)]
+        self.visit_of = [visit for visit, count in enumerate(counts) for _ in range(count)]
         self.outputs = set(problem.trace.outputs)
         self._intervals: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
@@ -111,9 +113,9 @@ class Pager:
         if key not in self._intervals:
             intervals: list[tuple[int, int]] = []
             end = self.last_value(weight)
-            visits = sorted({int(self.visit_of[s]) for s in self.uses.get(weight, ())})
+            visits = list(dict.fromkeys(self.visit_of[s] for s in self.uses.get(weight, ())))
             for v in visits:
-                first, last = int(self.starts[max(v - ahead, 0)]), int(self.ends[v])
+                first, last = self.starts[max(v - ahead, 0)], self.ends[v]
                 if v == visits[-1] and end != weight:
                     last = self.uses[end][-1]
                 if intervals and first <= intervals[-1][1] + 1:
@@ -133,17 +135,22 @@ class Pager:
         absent: Ints = unit.bytes + np.cumsum(change)[:-1]
         return absent
 
+    def absent_in_all(self, unit: Unit, ahead: int) -> int:
+        """The sum of these bytes over all steps."""
+        size, there = self.index.size, self.intervals
+        held = sum(size[t] * sum(last + 1 - first for first, last in there(t, ahead)) for t in unit.weights)
+        return unit.bytes * len(self.peaks) - held
+
     def exposed(self, unit: Unit, ahead: int) -> int:
         """Nanoseconds of copies to the device that no visit in between hides, links being free."""
-        home, host = self.problem.home, self.host.name
+        home, host, passed = self.problem.home, self.host.name, self.passed
         coming: dict[tuple[int, int], int] = {}
         for t in unit.weights:
-            took = self.problem.cost.move_ns(t, host, home)
-            steps = np.array(self.uses.get(t, ()), np.int64)
+            took, steps = self.problem.cost.move_ns(t, host, home), self.uses.get(t, ())
             for first, _ in self.intervals(t, ahead):
-                needed = int(self.starts[self.visit_of[steps[np.searchsorted(steps, first)]]])
+                needed = self.starts[self.visit_of[steps[bisect_left(steps, first)]]]
                 coming[first, needed] = coming.get((first, needed), 0) + took
-        return sum(max(0, took - int(self.time[first:needed].sum())) for (first, needed), took in coming.items())
+        return sum(max(0, took - max(passed[needed] - passed[first], 0)) for (first, needed), took in coming.items())
 
     def actions(self, chosen: Sequence[tuple[Unit, int]]) -> tuple[Action, ...]:
         """The runs' drops and recomputations, and the copies of the chosen units, each with its `ahead`."""
@@ -152,7 +159,7 @@ class Pager:
         anchors = [op if anchor < 0 else anchor for op, anchor in self.schedule.steps]
         for t, ahead in ((t, ahead) for unit, ahead in chosen for t in unit.weights):
             for first, last in self.intervals(t, ahead):
-                needed = next(s for s in self.uses[t] if s >= first)
+                needed = self.uses[t][bisect_left(self.uses[t], first)]
                 # the host's copy goes where the next thing is that it is overwritten
                 keep = t == self.last_value(t) or self.uses[int(self.problem.trace.replaced_by[t])][0] > last
                 move = Move(t, self.problem.home, keep=keep, before=anchors[first])
@@ -223,5 +230,5 @@ def offloaded(
 
 
 def _profit(pager: Pager, unit: Unit, ahead: int) -> tuple[float, int]:
-    total, cost = int(pager.absent(unit, ahead).sum()), pager.exposed(unit, ahead)
+    total, cost = pager.absent_in_all(unit, ahead), pager.exposed(unit, ahead)
     return (total / cost if cost else inf), total
