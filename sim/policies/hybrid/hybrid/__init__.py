@@ -158,8 +158,8 @@ class Hybrid(Policy):
         runs: list[Replayed] = []
         seen: set[tuple[int, ...]] = set()
         for draft in sorted(drafts.search(self.rounds), key=attrgetter("rank")):
-            if len(runs) >= REPLAYS:
-                break
+            if len(runs) >= REPLAYS or (runs and runs[-1].fits and runs[-1].ns <= problem.least_ns(runs[-1].plan)):
+                break  # nothing is faster than the ops alone
             if tuple(draft.choice) not in seen:
                 seen.add(tuple(draft.choice))
                 runs.append(replayed(problem, drafts, draft))

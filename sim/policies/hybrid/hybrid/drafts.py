@@ -17,7 +17,7 @@ from sim.plan import Action, Drop, Move, Plan, Problem, Recompute
 from sim.policies.hybrid.hybrid.candidates import results_of
 from sim.policies.hybrid.hybrid.program import Profile, rounded, shares
 from sim.policies.hybrid.hybrid.results import KEEP, OFFLOAD, RECOMPUTE, Results, Saved
-from sim.policies.hybrid.hybrid.timeline import Ints, Steps, Timeline, steps_of, timeline
+from sim.policies.hybrid.hybrid.timeline import Frame, Ints, Steps, Timeline, frame_of, steps_of, timeline
 from sim.solvers.cascade import cascade
 from sim.solvers.schedule import Reruns, Schedule, schedule_of
 
@@ -117,6 +117,8 @@ class Drafts:
         self._doubt: dict[int, float] = {}  # of the last program, how far from whole each choice was
         self._last = _by_last(self.results)
         self._given: Schedule | None = None  # what is recomputed where, if that is not chosen
+        self._frames: dict[Schedule, list[Frame]] = {}
+        self._settled: dict[tuple[int, ...], tuple[list[int], Schedule]] = {}  # of the choices that are recomputed
 
     def without_copies(self) -> Drafts:
         """The same, and as much learnt, where nothing may be offloaded."""
@@ -146,7 +148,7 @@ class Drafts:
         other = copy(self)
         other.results = self.results.among(saved)
         other._last = _by_last(other.results)
-        other._late, other._doubt = {}, {}
+        other._late, other._doubt, other._settled = {}, {}, {}
         return other
 
     # ---- one draft ---------------------------------------------------------------------------
@@ -154,16 +156,34 @@ class Drafts:
     def draft(self, choice: Sequence[int]) -> Draft:
         """A choice, scheduled and timed."""
         results = self.results
-        if self._given is not None:
-            settled, schedule = choice, self._given
-        else:
-            settled, reruns = results.settled(choice)
-            schedule = schedule_of(results.index, reruns)
-        steps = [steps_of(results, settled, schedule, self._ns, device) for device in self.devices]
+        settled, schedule = self._scheduled(choice)
+        frames = self._framed(schedule)
+        steps = [steps_of(results, settled, frames[device], device) for device in self.devices]
         for each in steps if self._others else ():
             each.held[:] += [self._others[where] for where in wheres(schedule, each)]
         lines = [self._line(each, self.capacity[device]) for device, each in enumerate(steps)]
         return Draft(settled, schedule, steps, lines)
+
+    def _scheduled(self, choice: Sequence[int]) -> tuple[Sequence[int], Schedule]:
+        """The choice with all that its recomputation takes, and its schedule: the same whatever else is offloaded."""
+        if self._given is not None:
+            return choice, self._given
+        chosen = tuple(i for i, way in enumerate(choice) if way == RECOMPUTE)
+        if chosen not in self._settled:
+            settled, reruns = self.results.settled(choice)
+            again = [i for i, way in enumerate(settled) if way == RECOMPUTE]
+            self._settled[chosen] = again, schedule_of(self.results.index, reruns)
+        again, schedule = self._settled[chosen]
+        settled = list(choice)
+        for i in again:
+            settled[i] = RECOMPUTE
+        return settled, schedule
+
+    def _framed(self, schedule: Schedule) -> list[Frame]:
+        """Per device the steps of a schedule, whatever is offloaded."""
+        if schedule not in self._frames:
+            self._frames[schedule] = [frame_of(schedule, self._ns, device) for device in self.devices]
+        return self._frames[schedule]
 
     def _line(self, steps: Steps, capacity: int) -> Timeline:
         """The faster way to copy out, at the last read or earlier, where the device waits for copies."""

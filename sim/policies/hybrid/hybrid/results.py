@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sim.solvers.schedule import TraceIndex
 from sim.trace.chain import FORWARD
@@ -62,6 +63,11 @@ class Results:
         """The same where these, in program order, are all that is chosen for."""
         by_op = {s.op: i for i, s in enumerate(saved) if s.op >= 0}
         return replace(self, saved=saved, by_op=by_op, of={t: i for i, s in enumerate(saved) for t in s.tensors})
+
+    @cached_property
+    def read_by(self) -> list[list[int]]:
+        """Per op the places in `saved` of what it reads, in order."""
+        return [[self.of[t] for t in reads if t in self.of] for reads in self.index.reads]
 
     def ways(self, i: int) -> list[int]:
         """What may be chosen for one of `saved`."""

@@ -16,6 +16,21 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
+class Frame:
+    """The steps of one device in order, whatever is offloaded.
+
+    at: their places in the schedule. ops: which op each runs. is_own: whether that is in its own place.
+    ns: how long each takes. held: bytes resident while it runs.
+    """
+
+    at: Sequence[int]
+    ops: Sequence[int]
+    is_own: Sequence[bool]
+    ns: Sequence[int]
+    held: Ints
+
+
+@dataclass(frozen=True, eq=False)
 class Steps:
     """The steps of one device in order.
 
@@ -56,13 +71,17 @@ class Timeline:
     late: Mapping[int, int]
 
 
-def steps_of(results: Results, choice: Sequence[int], schedule: Schedule, ns: Sequence[int], device: int) -> Steps:
-    """The steps of a device under a choice. ns: per op."""
-    index = results.index
-    at = [i for i, (op, _) in enumerate(schedule.steps) if index.device[op] == device]
-    peaks = schedule.peaks(device)
-    held = np.array([peaks[i + 1] for i in at], np.int64)
-    ops = [schedule.steps[i][0] for i in at]
+def frame_of(schedule: Schedule, ns: Sequence[int], device: int) -> Frame:
+    """The steps of a device. ns: per op."""
+    at = np.flatnonzero(schedule.index.trace.op_columns.device[schedule.ops] == device)
+    ops = schedule.ops[at].tolist()
+    is_own = (schedule.anchors[at] < 0).tolist()
+    return Frame(at.tolist(), ops, is_own, [ns[op] for op in ops], schedule.residency(device).held[at])
+
+
+def steps_of(results: Results, choice: Sequence[int], frame: Frame, device: int) -> Steps:
+    """The steps of a device under a choice."""
+    held = frame.held.copy()
     sent = {i: s for i, s in enumerate(results.saved) if s.device == device and choice[i] == OFFLOAD}
     leaves: dict[int, list[int]] = {}
     makes: dict[int, list[int]] = {}
@@ -74,22 +93,20 @@ def steps_of(results: Results, choice: Sequence[int], schedule: Schedule, ns: Se
     made: dict[int, list[int]] = {-1: [i for i, s in sent.items() if s.op < 0 and s.sends_early]}
     left: dict[int, list[int]] = {}
     back: list[tuple[int, int]] = []
-    for step, op in enumerate(ops):
-        for t in index.reads[op] if since else ():
-            i = results.of.get(t, -1)
+    for step, (op, is_own) in enumerate(zip(frame.ops, frame.is_own, strict=True)):
+        for i in results.read_by[op] if since else ():
             if i in since:
                 start = since.pop(i)
                 held[start + 1 : step] -= results.saved[i].bytes
                 back.append((step, i))
-        if schedule.steps[at[step]][1] < 0:
-            if op in makes:
-                made[step] = makes[op]
-            if op in leaves:
-                left[step] = leaves[op]
-                since.update(dict.fromkeys(leaves[op], step))
+        if is_own and op in makes:
+            made[step] = makes[op]
+        if is_own and op in leaves:
+            left[step] = leaves[op]
+            since.update(dict.fromkeys(leaves[op], step))
     for moments in (made, left):  # what nothing reads is freed
         moments.update({step: [i for i in places if i not in since] for step, places in moments.items()})
-    return Steps(at, ops, [ns[op] for op in ops], held, made, left, back)
+    return Steps(frame.at, frame.ops, frame.ns, held, made, left, back)
 
 
 def timeline(results: Results, steps: Steps, budget: int, *, eager: bool = False) -> Timeline:
@@ -105,7 +122,7 @@ def timeline(results: Results, steps: Steps, budget: int, *, eager: bool = False
     gone: set[int] = set()  # away, or on their way
     arrives: dict[int, int] = {}
     fetch: list[tuple[int, int]] = []
-    used: list[int] = []
+    waiting: list[int] = []  # per step the bytes that have not left yet
     late: dict[int, int] = {}
     now = stall = pending = out_free = back_free = asked = came = retry = 0
     if eager and (ready := sorted(_made(saved, steps, -1))):
@@ -140,12 +157,11 @@ def timeline(results: Results, steps: Steps, budget: int, *, eager: bool = False
                 late[i] = arrives[i] - now
                 now = arrives[i]
             came += 1
-        use = int(future[step])
-        while leaving and (leaving[0][0] <= now or use + pending > budget):
+        while leaving and (leaving[0][0] <= now or int(future[step]) + pending > budget):
             end, size, _ = leaving.pop(0)
             now = max(now, end)
             pending -= size
-        used.append(use + pending)
+        waiting.append(pending)
         stall += now - begin
         now += ns
         for i in steps.left.get(step, ()):
@@ -156,10 +172,11 @@ def timeline(results: Results, steps: Steps, budget: int, *, eager: bool = False
                 pending += saved[i].bytes
             gone.add(i)
         if eager:
-            ready = sorted([(last, i) for last, i in ready if i not in gone] + _made(saved, steps, step))
-            if ready and out_free <= now:
+            ready += _made(saved, steps, step)
+            if ready and out_free <= now and (ready := sorted(each for each in ready if each[1] not in gone)):
                 early.append((steps.at[step], ready[0][1]))
                 out_free = _sent_first(saved, ready, ends, now)
+    used = (future + np.array(waiting, np.int64)).tolist()
     return Timeline(now, stall, max(0, max(used, default=0) - budget), early, fetch, used, late)
 
 
