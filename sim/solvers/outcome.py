@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sim.errors import Infeasible, OutOfMemory
@@ -155,14 +155,22 @@ def nothing_fits(
     return Infeasible(f"{what}; {needed}{end}", floor_bytes=floor)
 
 
-def fastest(problem: Problem, plans: Sequence[Plan]) -> Plan:
-    """The plan whose replay ends first; the first one where none fits."""
-    best, least = plans[0], None
+def fastest(problem: Problem, plans: Iterable[Plan]) -> Plan:
+    """Of some plans for the problem's trace, at least one, that whose replay ends first; the first where none fits.
+
+    No run of a trace ends before its ops have run: where one takes no longer, the plans behind it are not asked for.
+    """
+    best: Plan | None = None
+    least: int | None = None
     for plan in plans:
+        best = best or plan
         try:
             end = problem.evaluate(plan).end
         except OutOfMemory:
             continue
         if least is None or end < least:
             best, least = plan, end
+            if end <= problem.least_ns(plan):
+                break
+    assert best is not None
     return best

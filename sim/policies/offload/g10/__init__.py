@@ -73,8 +73,7 @@ class G10(Policy):
         drafts = Drafts(problem, platform.host.name)
         if drafts.fits:
             return drafts.plan((), {})
-        plans = [*drafts.all(), replace(SwapAll().plan(problem), online=Online)]
-        return fastest(problem, plans)
+        return fastest(problem, drafts.all())
 
 
 class Drafts:
@@ -101,7 +100,7 @@ class Drafts:
     def all(self) -> Iterator[Plan]:
         """With the links' time as it is, and as if each copy had the time that it takes; to the host, and farther.
 
-        Then what answers pressure alone.
+        Then what answers pressure alone, and `swap_all`.
         """
         for is_timed in (True, False):
             near = self._draft(is_timed, deep=False)
@@ -109,6 +108,7 @@ class Drafts:
             if any(schedule.is_deep for schedule, _ in near):
                 yield self._joined(self._draft(is_timed, deep=True))
         yield self.plan((), self._place(near))
+        yield replace(SwapAll().plan(self._problem), online=Online)
 
     def _draft(self, is_timed: bool, *, deep: bool) -> list[tuple[Schedule, list[Away]]]:
         make = self._timed if is_timed else self._untimed

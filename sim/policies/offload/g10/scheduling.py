@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -124,15 +125,18 @@ class Schedule:
 
     def _best(self, period: Period) -> tuple[float, Trip] | None:
         """The trip for a period and its score, None where none helps."""
-        levels = range(len(self._vitality.levels))
-        trips = [trip for level in levels if (trip := self._trip(period, level)) is not None]
-        areas = list(map(self._area, trips))
-        most = max(areas, default=0.0)
+        found, most, quickest = list[tuple[float, Trip]](), 0.0, inf
+        for level in range(len(self._vitality.levels)):
+            trip = self._trip(period, level)
+            if trip is not None:
+                area, took = self._area(trip), trip.out_ns + trip.in_ns + 1
+                most, quickest = max(most, area), min(quickest, took)
+                found.append((area, trip))
         if not most:
             return None
-        good = [i for i, area in enumerate(areas) if area >= NEAR * most]
-        i = good[-1 if self._deep else 0]
-        return areas[i] / min([trip.out_ns + trip.in_ns + 1 for trip in trips]), trips[i]
+        good = [one for one in found if one[0] >= NEAR * most]
+        area, trip = good[-1 if self._deep else 0]
+        return area / quickest, trip
 
     def _trip(self, period: Period, level: int) -> Trip | None:
         """The trip with the earliest copy out and the latest copy in that the links have time for; None for none."""
@@ -168,7 +172,7 @@ class Schedule:
     def _area(self, trip: Trip) -> float:
         """The area above the capacity, in bytes times ns, that a trip takes away."""
         here = slice(trip.gone, trip.back)
-        return float(np.minimum(self._over[here], trip.period.bytes) @ self._took[here])
+        return float(np.minimum(self._over[here], float(trip.period.bytes)).dot(self._took[here]))
 
     # ---- keeping account ---------------------------------------------------------------------
 

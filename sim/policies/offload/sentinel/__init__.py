@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import chain
 from typing import Annotated, Literal
 
 from annotated_types import Ge
@@ -12,7 +13,7 @@ from annotated_types import Ge
 from sim.declared import Size
 from sim.errors import PolicyError
 from sim.eviction.farthest import FarthestNextUse
-from sim.plan import Action, Plan, Problem, Unpressed
+from sim.plan import Action, Online, Plan, Problem, Unpressed
 from sim.policies.base import Beside, Policy, by_parameter
 from sim.policies.offload.sentinel.migration import Migration, lengths
 from sim.policies.offload.sentinel.pages import Profiled, profiled
@@ -86,31 +87,30 @@ class Sentinel(Policy):
         page = to_bytes(self.page)
         devices = [profiled(problem, device, page, coallocate=self.coallocate) for device in range(trace.devices)]
         tried = [self.interval] if self.interval else lengths(max(len(each.layers) for each in devices))
-        make = partial(_plan, problem, devices, platform.host.name)
+        migrations = cache(partial(_migrations, problem, devices, platform.host.name))
+        make = partial(_plan, problem, _online(problem, platform.host.name), migrations)
         first = make(tried[0], waits=self.late == "wait")
         if not first.actions and not first.place:
             return first
-        plans = [make(length, waits=self.late == "wait") for length in tried]
-        best = fastest(problem, [plan for plan in plans if plan.notes["fits"]] or plans[:1])
+        plans = chain([first], (make(length, waits=self.late == "wait") for length in tried[1:]))
+        fitting = (plan for plan in plans if plan.notes["fits"])
+        best = fastest(problem, chain([next(fitting, first)], fitting))
         if self.late == "trial":
             best = fastest(problem, [best, make(best.notes["interval"], waits=True)])
         return best
 
 
-def _plan(problem: Problem, devices: Sequence[Profiled], slow: str, length: int, *, waits: bool) -> Plan:
-    """The plan with intervals of so many layers. waits: whether the device waits for late prefetches."""
+def _migrations(problem: Problem, devices: Sequence[Profiled], slow: str, length: int) -> list[Migration]:
+    """Per device what migrates, with intervals of so many layers."""
+    homes = map(problem.platform.home, range(len(devices)))
+    return [Migration(each, home.capacity, length, home.name, slow) for each, home in zip(devices, homes, strict=True)]
+
+
+def _online(problem: Problem, slow: str) -> Callable[[], Online]:
+    """What answers pressure that no interval foresees."""
     trace, platform = problem.trace, problem.platform
-    actions: list[Action] = []
-    place: dict[int, str] = {}
-    found = []
-    for device, each in enumerate(devices):
-        home = platform.home(device)
-        one = Migration(each, home.capacity, length, home.name, slow)
-        place.update(dict.fromkeys(one.begin_slow, slow))
-        actions += [*one.waits(), *one.actions] if waits else one.actions
-        found.append(one)
     size = trace.tensor_columns.bytes.tolist()
-    online = partial(
+    return partial(
         FarthestNextUse,
         chain=platform.cascade(slow),
         homes=tuple(platform.home(device).name for device in range(trace.devices)),
@@ -118,6 +118,22 @@ def _plan(problem: Problem, devices: Sequence[Profiled], slow: str, length: int,
         size=size,
         uses=users(trace),
     )
+
+
+def _plan(
+    problem: Problem,
+    online: Callable[[], Online],
+    migrations: Callable[[int], Sequence[Migration]],
+    length: int,
+    *,
+    waits: bool,
+) -> Plan:
+    """The plan with intervals of so many layers. waits: whether the device waits for late prefetches."""
+    found = migrations(length)
+    actions: list[Action] = []
+    for one in found:
+        actions += [*one.waits(), *one.actions] if waits else one.actions
+    place = {tensor: one.slow for one in found for tensor in one.begin_slow}
     notes = {
         "interval": length,
         "late": "wait" if waits else "go_on",
@@ -125,4 +141,4 @@ def _plan(problem: Problem, devices: Sequence[Profiled], slow: str, length: int,
         "page_bytes": sum(one.page_bytes for one in found),
         "tensor_bytes": sum(one.tensor_bytes for one in found),
     }
-    return Plan(trace, actions, place=place, online=online, notes=notes, unpressed=Unpressed())
+    return Plan(problem.trace, actions, place=place, online=online, notes=notes, unpressed=Unpressed())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop
 
 from sim.plan import Action, Move, Wait
 from sim.policies.offload.sentinel.pages import Profiled, Unit
@@ -36,18 +37,15 @@ class Migration:
         layers, units = self.profiled.layers, self.profiled.units
         count = -(-len(layers) // self.interval)
         self._used = [sorted({layer // self.interval for layer in unit.layers}) for unit in units]
-        self._by_interval: dict[int, set[int]] = {}
-        for i, used in enumerate(self._used):
-            for k in used:
-                self._by_interval.setdefault(k, set()).add(i)
         until = [max(storage.until for storage in unit.storages) for unit in units]
         self._ends = sorted(zip(until, range(len(units)), strict=True), reverse=True)  # those to come, the first last
-        self._bytes = [unit.bytes for unit in units]
+        self._bytes, self._heat = [unit.bytes for unit in units], [unit.heat for unit in units]
         self._resident: set[int] = set()
         self._away: set[int] = set()
         self._since: dict[int, int] = {}  # the interval in which it arrived, or was used last
         spare = self.capacity - (self.profiled.reserved[0] if layers else 0)
-        for i, unit in sorted(enumerate(units), key=lambda pair: (pair[1].layers, pair[0])):
+        for i in self.profiled.by_layers:
+            unit = units[i]
             begins = [(s.values[0][1], s.bytes) for s in unit.storages if s.values[0][0] < 0]
             spare -= sum(bytes for _, bytes in begins)
             if spare < 0 and len(begins) == len(unit.storages):
@@ -57,6 +55,11 @@ class Migration:
             elif begins:
                 self._resident.add(i)
                 self._used[i] += [count] if any(storage.is_carried for storage in unit.storages) else []
+        self._by_interval: dict[int, set[int]] = {}
+        for i, used in enumerate(self._used):
+            for k in used:
+                self._by_interval.setdefault(k, set()).add(i)
+        self._due = [used[0] for used in self._used]  # the interval that uses it next
         for k in range(count):
             self._interval(k)
 
@@ -67,14 +70,14 @@ class Migration:
         first = self.profiled.layers[here.start][0]
         while self._ends and self._ends[-1][0] < first:
             self._resident.discard(self._ends.pop()[1])
-        now = self._by_interval.get(k, set())
-        missing = sorted(now & self._away, key=lambda i: (units[i].layers, -units[i].heat))
-        soon = sorted((i for i in self._away - now if k + 1 in self._used[i]), key=lambda i: -units[i].heat)
+        now, later = (self._by_interval.get(at, set()) for at in (k, k + 1))
+        missing = sorted(now & self._away, key=lambda i: (units[i].layers, -self._heat[i]))
+        soon = sorted((i for i in self._away - now if i in later), key=lambda i: -self._heat[i])
         reserved = max(self.profiled.reserved[here])
         needed = reserved + self._sum(now)
         self.fits = self.fits and needed <= self.capacity
         held = needed + self._sum(self._resident - now)
-        wanted = sum(units[i].bytes for i in soon)
+        wanted = self._sum(soon)
         if held + wanted > self.capacity:
             held = self._evict(k, now, held, wanted)
         for i in (*missing, *soon):
@@ -86,6 +89,10 @@ class Migration:
                 self._since[i] = k
         self._resident |= now
         self._since.update(dict.fromkeys(now, k))
+        for i in now:
+            used = self._used[i]
+            at = bisect_right(used, k)
+            self._due[i] = used[at] if at < len(used) else NEVER
 
     def _sum(self, units: Iterable[int]) -> int:
         """Their bytes."""
@@ -97,9 +104,11 @@ class Migration:
         What leaves does so at the end of the interval that used it last, so that its copy has the time until this one.
         """
         units = self.profiled.units
-        later = {i: self._next(i, k) for i in self._resident - now}
-        for i in sorted(later, key=lambda i: (-later[i], units[i].heat, i)):
-            if held <= self.capacity and (held + wanted <= self.capacity or later[i] == k + 1):
+        coldest = [(-self._due[i], self._heat[i], i) for i in self._resident - now]
+        heapify(coldest)  # often few of them leave
+        while coldest:
+            used, _, i = heappop(coldest)
+            if held <= self.capacity and (held + wanted <= self.capacity or -used == k + 1):
                 break
             idle = (self._since.get(i, -1) + 1) * self.interval
             self._move(units[i], self.profiled.layers[idle][0], self.slow)
@@ -126,10 +135,6 @@ class Migration:
                 self.tensor_bytes += storage.bytes
                 moved = True
         self.page_bytes += unit.page_bytes if moved else 0
-
-    def _next(self, i: int, k: int) -> int:
-        at = bisect_right(self._used[i], k)
-        return self._used[i][at] if at < len(self._used[i]) else NEVER
 
 
 def lengths(layers: int) -> Sequence[int]:

@@ -33,8 +33,8 @@ class Storage:
 
     def value_after(self, op: int) -> int | None:
         """The value that it holds when an op has ended, None before the first and after its end."""
-        held = [tensor for since, tensor in self.values if since <= op]
-        return held[-1] if held and op < self.until else None
+        held = (tensor for since, tensor in reversed(self.values) if since <= op)
+        return next(held, None) if op < self.until else None
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class Profiled:
     took: Sequence[int]
     reserved: Sequence[int]
     units: Sequence[Unit]
+
+    @cached_property
+    def by_layers(self) -> list[int]:
+        """The units in the order of the layers that use them."""
+        return sorted(range(len(self.units)), key=lambda i: self.units[i].layers)
 
 
 def profiled(problem: Problem, device: int, page: int, *, coallocate: bool) -> Profiled:
