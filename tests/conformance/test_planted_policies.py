@@ -397,10 +397,15 @@ def write_planted(fault: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=pytest.mark.slow) if fault in LONGEST else fault for fault in FAULTS]
+    ("fault", "law"),
+    [
+        pytest.param(fault, law, id=fault, marks=[pytest.mark.slow] if fault in LONGEST else [])
+        for fault, (law, _) in FAULTS.items()
+    ],
 )
-def test_a_planted_fault_is_caught_by_its_law(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    law, _ = FAULTS[fault]
+def test_a_planted_fault_is_caught_by_its_law(
+    fault: str, law: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_planted(fault, tmp_path)
     monkeypatch.chdir(tmp_path)
     name = "planted.py:Planted"
