@@ -8,7 +8,7 @@ from sim.conformance import check_policy
 from sim.conformance.across_processes import differences
 from sim.policies import load, names, policy_class
 
-EXAMPLES, FEW = 16, 8
+EXAMPLES, FEW = 30, 14
 """Of a policy, and of one that plans slowly, or with several programs."""
 
 TRIED = {"swap_attention": {"modules": ("*",)}}
