@@ -197,49 +197,18 @@ LONG = (
 )
 """Tests that a plain `pytest` leaves to `.ci/run`: with them it takes twice as long."""
 
-SPARE = (
-    "policies/hybrid/test_hybrid.py::test_where_state_and_gradients_leave",
-    "policies/hybrid/test_hybrid.py::test_where_the_update_does_not_fit",
-    "policies/hybrid/test_hybrid.py::test_two_devices_are_planned",
-    "policies/hybrid/test_random_jobs.py::test_where_no_choice_among_results_of_forward_fits_what_comes_later",
-    "policies/hybrid/test_several_devices.py::test_where_no_draft_fits_layers_are_recomputed_if_that_does",
-    "policies/recompute/test_tso.py::test_it_keeps_every_law",
-    "rewrites/test_context_parallel.py::test_any_mixture_computes_the_same",
-    "rewrites/test_equal_dimensions.py::test_whatever_is_equal",
-    "rewrites/test_ring_attention.py::test_any_transformer",
-    "test_advice.py::test_a_layout_of_several_devices_is_found_together_with_the_policy",
-    "test_advice.py::test_a_policy_that_is_told_any_budget_and_plans_the_same_has_the_pace_of_that_plan",
-    "test_advice.py::test_all_policies_are_searched_for_each_precision",
-    "test_advice.py::test_everything_that_may_be_combined",
-    *(f"test_advice.py::test_the_nearest_change_that_fits_is_found_wherever_there_is_one[axes{i}" for i in (0, 2)),
-    "test_layout_search.py::test_stages_may_have_unequal_numbers_of_layers",
-    "test_layout_search.py::test_what_ranks_can_divide_is_searched[loop",
-    "test_site.py::test_all_text_of_the_site_can_be_read[dark",
-)
-"""Of the long tests those that `.ci/run` leaves out, too: each asks more of what another one asks already."""
-
 ONE_IN = {
     "applying/test_settings.py::test_that_the_run_is_divided_over_devices_is_no_option_and_is_said": 3,
-    "applying/test_torch.py": 2,
-    "conformance/test_planted_policies.py::test_a_planted_fault": 2,
-    "engine/test_chunks.py::test_who_comes_between": 2,
     "engine/test_copy_path.py::test_a_planned_run_with_copies_has_one_log_on_either_path": 2,
     "engine/test_fast_path.py::test_sums_in_place_and_collectives_write_the_log_of_the_general_path": 3,
     "engine/test_instant.py::test_nothing_unrelated_at_any_nanosecond_changes_a_small_run": 3,
-    "fuzz/test_fuzz.py::test_more": 2,
-    "policies/composition/test_composition.py::test_a_single_part_gives": 2,
     "policies/hybrid/test_hybrid.py::test_no_whole_choice": 3,
     "policies/hybrid/test_hybrid.py::test_on_small_nets_it_is_never_slower_than_the_mechanisms_that_it_joins": 3,
-    "policies/offload/test_offload_parts.py": 2,
     "policies/offload/test_patrickstar.py::test_weights_make_way_for_their_gradients": 3,
-    "policies/recompute/test_dtr_simrd.py": 3,
-    "policies/recompute/test_partitioner.py::test_saves_and_recomputes_what_pytorch_does_at_every_budget": 2,
-    "policies/test_distinct.py::test_every_parameter_changes_some_run": 3,
+    "policies/recompute/test_dtr_simrd.py": 2,
     "policies/test_distinct.py::test_two_policies_differ_somewhere": 3,
-    "policies/test_sharing.py::test_a_policy_that_declares_it_falsely_breaks_law_7": 3,
+    "policies/test_sharing.py::test_a_policy_that_declares_it_falsely_breaks_law_7": 2,
     "policies/test_sharing.py::test_what_planners_find_once_for_a_structure_is_what_each_size_would_find": 2,
-    "report/test_looks.py::test_all_text_can_be_read": 3,
-    "report/test_looks.py::test_no_name_lies_on_a_line_a_marker_or_a_name": 2,
     "report/test_plot.py::test_any_name_leaves_space_for_the_figure_and_no_warning": 3,
     "report/test_plot.py::test_no_label_lies_on_a_line_a_marker_or_a_label": 3,
     "rewrites/test_adapters_on_many_devices.py": 2,
@@ -252,37 +221,21 @@ ONE_IN = {
     "rewrites/test_expert_parallel.py": 2,
     "rewrites/test_experts_one_after_another.py": 2,
     "rewrites/test_mixtures_of_parts.py": 2,
-    "rewrites/test_own_statistics.py": 3,
+    "rewrites/test_own_statistics.py": 2,
     "rewrites/test_replicas.py": 2,
     "rewrites/test_resized.py::test_a_plan_on_a_rewritten_trace_is_what_it_would_be_alone": 3,
     "rewrites/test_ring_attention.py": 2,
     "rewrites/test_series.py::test_in_layouts": 2,
     "rewrites/test_stages_of_their_own.py": 2,
-    "rewrites/test_tied_weights.py": 3,
+    "rewrites/test_tied_weights.py": 2,
     "test_advice.py::test_bounds_leave_out_nothing_that_is_faster": 3,
-    "test_advice.py::test_ctrl_c_keeps_what_was_found": 2,
-    "test_advice.py::test_in_each_layout_what_plans_at_once_is_run": 3,
-    "test_advice.py::test_the_nearest_change_that_fits": 3,
     "test_layout.py::test_balance_is_of_what_a_device_holds_where_it_holds_several_parts": 3,
     "test_layout.py::test_windows_of_128_k_and_a_million_tokens_fit_where_they_are_divided": 3,
-    "test_layout_search.py::test_what_ranks_can_divide_is_searched": 3,
-    "test_mt3000_page.py::test_runs_of_the_data_are_what_the_program_finds": 4,
+    "test_mt3000_page.py::test_runs_of_the_data_are_what_the_program_finds": 3,
     "test_regathering.py": 3,
-    "test_scaffold.py::test_a_new_policy": 2,
-    "test_site.py::test_what_a_guide_tells_to_type_works": 2,
-    "validation/test_checkpoints.py::test_a_checkpointed_step_holds_what_pytorchs_holds": 2,
-    "validation/test_zoo.py::test_a_step_has_the_figures_of_pytorch": 2,
-    "workloads/test_capture.py::test_the_peak_is_that_of_the_memory_tracker": 2,
-    "workloads/test_capture_habits.py": 2,
-    "workloads/test_capture_packed.py": 2,
-    "workloads/test_capture_scripts.py": 2,
-    "workloads/test_capture_tracked_scripts.py": 2,
-    "workloads/test_hugging_face.py": 2,
-    "workloads/test_import_fuzz.py": 2,
-    "workloads/test_profiled_weights.py": 2,
 }
-"""Of the examples of these tests `pytest` and `.ci/run` run one in so many, and each value of a parameter; the others
-are long, and spare."""
+"""Of the examples of these tests a plain `pytest` runs one in so many, and each value that examples share; the others
+are long. Of a grid, where each value of an example stands in others, too, they are spare, and left out by `.ci/run`."""
 
 PASSED = "tiersim/passed"
 """Where pytest's cache has the ids of what passed in the last run that was no `--rest`."""
@@ -331,22 +284,17 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The one place where a test becomes quick, or long, or is left out because it passed before (`--rest`)."""
+    """The one place where a test becomes quick, long or spare, or is left out because it passed before (`--rest`)."""
     if config.option.rest and not hasattr(config, "cache"):
         raise pytest.UsageError("--rest needs the cache of what has passed: leave out -p no:cacheprovider")
-    if config.option.rest:
-        passed = set(config.cache.get(PASSED, []))
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
-        items[:] = [item for item in items if item.nodeid not in passed]
     quick = tuple(test for tests in QUICK.values() for test in tests)
-    lanes = (pytest.mark.quick, quick), (pytest.mark.long, LONG + SPARE), (pytest.mark.spare, SPARE)
     for path, tests in groupby(items, key=lambda item: item.path):
         if not path.is_relative_to(TESTS):
             continue
         file = path.relative_to(TESTS).as_posix()
         marks = [  # of all the names, those that may be of this file
             (mark, tuple(each for each in names if each.startswith(file) or file.startswith(each)))
-            for mark, names in lanes
+            for mark, names in ((pytest.mark.quick, quick), (pytest.mark.long, LONG))
         ]
         examples = {}
         for item in tests:
@@ -354,26 +302,32 @@ def pytest_collection_modifyitems(config, items):
             for mark, names in marks:
                 if name.startswith(names):
                     item.add_marker(mark)
-            if hasattr(item, "callspec"):
+            if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
                 examples.setdefault(name.partition("[")[0], []).append(item)
-        for test, items in examples.items():
+        for test, family in examples.items():
             step = next((step for name, step in ONE_IN.items() if test.startswith(name)), 1)
-            for item in left_out(items, step):
+            for item, is_spare in left_out(family, step):
                 item.add_marker(pytest.mark.long)
-                item.add_marker(pytest.mark.spare)
+                if is_spare:
+                    item.add_marker(pytest.mark.spare)
+    if config.option.rest:  # last, so that what passed before decides about no other
+        passed = set(config.cache.get(PASSED, []))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+        items[:] = [item for item in items if item.nodeid not in passed]
 
 
 def left_out(items, step):
-    """All examples of a test but one in so many, by name, and the first with each value that several share.
+    """All examples of a test but one in so many, by name, and the first with each value that several share; with each,
+    whether several share all its values.
 
     A stride would go along with the parameters.
     """
     values = [{(key, id(value)) for key, value in item.callspec.params.items()} for item in items]
     shared = {value for value, count in Counter(chain.from_iterable(values)).items() if count > 1}
-    left, shown = items[:0], set()
+    left, shown = [], set()
     for item, own in zip(items, values, strict=True):
         if item is not items[0] and own & shared <= shown and crc32(item.name.encode()) % step:
-            left.append(item)
+            left.append((item, own <= shared))
         else:
             shown |= own
     return left
