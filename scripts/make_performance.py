@@ -230,6 +230,19 @@ def compiled(data: Mapping[str, Any]) -> str:
     return table(["trace", "policy", "Python", "C", "Python over C"], rows, 2)
 
 
+def noise(data: Mapping[str, Any]) -> str:
+    """How far apart the two measurements are of a further call in Python."""
+    apart = []
+    for case, record in data["compiled"].items():
+        first, python = data["cases"].get(case, {}), record["python"]
+        if "again_s" in first:
+            apart.append(abs(first["again_s"] / first["bare_s"] / (python["again_s"] / python["bare_s"]) - 1))
+    return (
+        "Further calls in Python were measured twice, for this table and with the first calls above: the two ratios "
+        f"are up to {max(apart):.0%} apart, so that a factor below {1 + max(apart):.2g} says nothing."
+    )
+
+
 def peers(data: Mapping[str, Any]) -> str:
     """What peers took, and what `simulate()` takes."""
     rows = []
@@ -256,6 +269,7 @@ def page(data: Mapping[str, Any]) -> str:
         curves=curves,
         again=again(data, 96),
         compiled=compiled(data),
+        noise=noise(data),
         compiled_on=max(record["date"] for record in data["compiled"].values()),
         peers=peers(data),
         commands=table(["command", "wall", "processor"], commands),
@@ -284,9 +298,9 @@ TEXT = """\
 # How fast it is
 
 Every time is one of `simulate()` as a user calls it: on a shipped profile (`a100_40_pcie`), planning included, the
-first call on its trace in a fresh process, and nothing done to Python's garbage collector. Processor time, the
-least of {rounds}. `python scripts/make_performance.py --measure` repeats all measurements; `benchmarks/simulate.py`
-is one case.
+first call on its trace in a fresh process, after one of the same policy on two layers, which loads what it needs; and
+nothing done to Python's garbage collector. Processor time, the least of {rounds}.
+`python scripts/make_performance.py --measure` repeats all measurements; `benchmarks/simulate.py` is one case.
 
 Measured on {machine}: {days}. Seconds depend on the machine and on its other work; the *ratio*,
 to a bare SimPy loop of `timeout`s, one per op, in the same process, depends on them less. A ratio below 1 is possible,
@@ -294,8 +308,8 @@ since a run that is a straight sequence is computed as arrays.
 
 ## Growth
 
-Ratio to the bare loop, and processor time. A percentage is the budget, of what keeping everything needs. –: not
-done within {limit} s, or infeasible; then larger ones were not tried.
+Ratio to the bare loop, and processor time. A percentage is the budget, of what keeping everything needs. –:
+infeasible, or not done within {limit} s, after which larger ones were not tried.
 
 ![Time per op over the number of ops](performance.png)
 
@@ -328,6 +342,8 @@ included, both measured in turn on {compiled_on}. Runs that are a straight seque
 but for their evictors, plans and SimPy itself stay Python:
 
 {compiled}
+
+{noise}
 A policy that moves or is asked gains; how much depends on how much of its time is its own.
 
 ## Peers
