@@ -465,6 +465,57 @@ def test_a_value_is_overwritten_when_its_copy_has_ended():
     ]
 
 
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def three_ops() -> Trace:
+    """`o0` reads w and makes a, `o1` overwrites a with n, `o2` reads w and n: 10 bytes and 10 ns each."""
+    b = TraceBuilder()
+    w, a = b.tensor("w", 10, "weight"), b.tensor("a", 10, "activation")
+    n = b.tensor("n", 10, "activation", replaces=a)
+    for op, (reads, writes) in enumerate((([w], [a]), ([w, a], [n]), ([w, n], []))):
+        b.op(f"o{op}", "matmul", reads=reads, writes=writes, duration=10)
+    return b.build()
+
+
+@pytest.mark.parametrize(
+    ("moves", "hbm", "host", "words", "full"),
+    [
+        ((), 15, 10, "'o0' needs 10 B in 'hbm' for its results; 5 B of 15 B are free", ("hbm",)),  # 10 B fit in host
+        ((), 15, 9, "'o0' needs 10 B in 'hbm' for its results; 5 B of 15 B are free", ("hbm", "host")),
+        ((), 20, 0, "", ()),
+        (
+            (Move("w", "host", keep=True, after="o0"), Wait("w", after="o0")),
+            *(25, 5, "'o0' needs 10 B in 'host' for reading 'w'; 5 B of 5 B are free", ("host",)),
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_this_path(moves, hbm, host, words, full):
+    plan, platform = Plan(three_ops(), moves), toy_machine(hbm=hbm, host=host)
+    assert_equal(plan, platform)
+    assert ending(plan, platform) == ("refused" if words else "")  # else it is a straight sequence
+    if words:
+        with pytest.raises(OutOfMemory) as caught:
+            replay(plan, platform)
+        assert words in str(caught.value)
+        assert caught.value.full == full
+        others = [name for name in ("hbm", "host") if f"do that many fit in '{name}'" in str(caught.value)]
+        assert others == list(full[1:])
+
+
+@pytest.mark.parametrize("actions", [(Drop("a", before="o0"),), (Move("a", "host", before="o0"),)])
+def test_what_has_not_been_made_before_its_own_op_is_refused(actions):
+    plan, platform = Plan(three_ops(), actions), toy_machine(hbm=100, host=100)
+    assert outcome(plan, platform, True)[0].startswith("IllegalPlan: ")
+    assert_equal(plan, platform)
+
+
+def test_results_in_another_tier_are_left_to_the_event_path():
+    plan, platform = Plan(three_ops(), place={"a": "host"}), toy_machine(hbm=100, host=100)
+    assert outcome(plan, platform, True)[0].startswith("IllegalPlan: ")
+    assert_equal(plan, platform)
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 

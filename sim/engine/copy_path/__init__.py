@@ -13,6 +13,6 @@ over the ops, on lists by tensor, without an object per copy; the rows are those
     view       what that sees
 
 What such runs rarely do is left to the event path, which begins again (`Elsewhere`): a copy that goes on to a third
-tier or over several links, a result that is copied while it is recomputed, what does not fit at the start, and whatever
-else is refused but for want of memory and for thrashing.
+tier or over several links, a result that is copied while it is recomputed, what does not fit at the start, copies that
+wait for space to the end, and whatever else is refused but for an op's want of memory and for thrashing.
 """
