@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from sim.errors import OutOfMemory, PolicyError
 from sim.experiment import simulate
 from sim.hardware.profile import load_profile
 from sim.policies.offload import tflms
-from sim.policies.offload.tflms import Tflms, _greatest
+from sim.policies.offload.tflms import Tflms, _greatest, ancestors
 from sim.policies.offload.tflms.counting import counted
 from sim.policies.offload.tflms.swaps import Settings, Swapper
 from sim.trace import Trace, TraceBuilder
@@ -38,6 +39,9 @@ def long_skip(*far: int) -> Trace:
         b.op(f"f{n}", reads=[last] + ([a] if n in (far or (3, 5)) else []), writes=[made], duration=10)
         last = made
     return b.build(outputs=[last])
+
+
+GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 211}
 
 
 def test_levels_are_longest_paths_and_count_every_way_through() -> None:
@@ -272,6 +276,22 @@ def test_what_is_wrong_is_named() -> None:
         simulate(FIVE, machine(), "tflms", sync_mode=4)
     with pytest.raises(PolicyError, match="swapout_threshold is 0; expected"):
         simulate(FIVE, machine(), "tflms", swapout_threshold=0)
+
+
+@pytest.mark.parametrize("ops_at_a_time", [1, 7, 60])
+def test_where_ancestors_take_much_memory_they_are_found_a_few_at_a_time(ops_at_a_time, monkeypatch) -> None:
+    nets = [random_graph(seed) for seed in range(6)]
+    nets += [transformer(GPT2, batch=1, sequence=8, precision="amp_bf16"), cnn("resnet-50", batch=1)]
+    some = [Settings(far, ahead, near, 0) for far in (1, 3, 20) for ahead in (1, 4, 10**9) for near in (0, 5)]
+    stays = [[Swapper(trace).stays(each) for each in some] for trace in nets]
+    for trace, expected in zip(nets, stays, strict=True):
+        monkeypatch.setattr(ancestors, "MOST_BITS", ops_at_a_time * len(trace.ops))
+        swapper = Swapper(trace)
+        for each, theirs in zip(some, expected, strict=True):
+            mine = swapper._stays(each)
+            leaves = swapper._may_leave[mine.tensor]
+            assert all(np.array_equal(a[leaves], b) for a, b in zip(mine, theirs, strict=True))
+    assert sum(len(each.tensor) for found in stays for each in found) > 500
 
 
 def test_results_of_one_dimension_stay(run) -> None:

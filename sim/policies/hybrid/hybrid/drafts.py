@@ -27,6 +27,8 @@ WORK = 20_000
 """Steps of all drafts: of those of the rounds (two are always made), and of those tried to improve on the best."""
 REPAIRS, REPAIR = 2, 60_000
 """How many drafts that miss the budget are repaired, and steps of all drafts tried for one."""
+MOST_SCHEDULES = 64
+"""How many schedules are kept for further drafts that recompute the same."""
 AT_PEAK = 24
 """How many other ways are tried for what is resident at a peak, those of the largest results."""
 
@@ -170,6 +172,8 @@ class Drafts:
             return choice, self._given
         chosen = tuple(i for i, way in enumerate(choice) if way == RECOMPUTE)
         if chosen not in self._settled:
+            while len(self._settled) >= MOST_SCHEDULES:
+                self._settled.pop(next(iter(self._settled)))
             settled, reruns = self.results.settled(choice)
             again = [i for i, way in enumerate(settled) if way == RECOMPUTE]
             self._settled[chosen] = again, schedule_of(self.results.index, reruns)
@@ -182,6 +186,8 @@ class Drafts:
     def _framed(self, schedule: Schedule) -> list[Frame]:
         """Per device the steps of a schedule, whatever is offloaded."""
         if schedule not in self._frames:
+            while len(self._frames) >= MOST_SCHEDULES:
+                self._frames.pop(next(iter(self._frames)))
             self._frames[schedule] = [frame_of(schedule, self._ns, device) for device in self.devices]
         return self._frames[schedule]
 

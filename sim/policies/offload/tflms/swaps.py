@@ -130,19 +130,13 @@ class Swapper:
         if settings.waits_in:
             return Stays(tensor, first - 1, first, last)
         begin = np.maximum(level[earliest] - min(settings.swapin_ahead, self.levels), level[source] + 1)
-        self._ancestors.widen(int((level[earliest] - begin).max()))
-        asked = (column.tolist() for column in (source, earliest, first, begin))
-        triggers = [self._trigger(*each) for each in zip(*asked)]
-        return Stays(tensor, np.array(triggers), first, last)
+        triggers = self._ancestors.latest(earliest, begin, first)
+        for i in np.flatnonzero(triggers < 0).tolist():
+            triggers[i] = self._latest_input(int(source[i]), int(earliest[i]), int(first[i]))
+        return Stays(tensor, triggers, first, last)
 
-    def _trigger(self, source: int, reader: int, before: int, level: int) -> int:
-        """The op after which a copy in for `reader` begins; -1 for none before the op `before`.
-
-        The latest ancestor of the reader at a level; else its latest other input.
-        """
-        found = self._ancestors.latest(reader, level, before)
-        if found >= 0:
-            return found
+    def _latest_input(self, source: int, reader: int, before: int) -> int:
+        """The latest other input of a reader before an op, for one without such an ancestor; -1 for none."""
         others = (op for op in self._inputs[reader] if op != source and op < before)
         return max((op for op in others if self._ancestors.sees(reader, op)), default=-1)
 
