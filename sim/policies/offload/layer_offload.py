@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from annotated_types import Ge
 
@@ -15,6 +17,7 @@ from sim.rewrites.codecs import elements
 from sim.solvers.cascade import cascade
 from sim.trace.chain import activations, backward_ops
 from sim.trace.graph import Trace
+from sim.trace.kept import kept
 from sim.trace.layers import layer_runs, op_layers
 
 
@@ -76,27 +79,54 @@ class LayerOffload(Policy):
     def _offloading(self, count: int, problem: Problem, passes: list[list[list[int]]]) -> Plan:
         trace, platform = problem.trace, problem.platform
         assert platform.host is not None
-        backward = layer_runs(trace, backward_ops(trace).tolist())
-        run_of = {op: run for run in backward for op in run}
-        layer, device, active = op_layers(trace).tolist(), trace.op_columns.device.tolist(), activations(trace)
-        position = {op: (runs, i) for runs in passes for i, run in enumerate(runs) for op in run}
+        layer, device = op_layers(trace), trace.op_columns.device
+        saves, begins = kept(trace, "layer_saves", self.min_elements, lambda: self._saves(trace, passes))
         trips: dict[int, list[tuple[Save, Trip]]] = {d: [] for d in range(trace.devices)}
-        for save in saves_of(trace, weights=False, duplicates=False):
-            runs, i = position.get(save.at, ([], 0))
+        for save, runs, i, own in saves:
             n = min(count, len(runs) - 1)
-            if i >= n or not active[save.tensor] or save.tensor in trace.outputs:
+            if i >= n:
                 continue
-            if elements(trace.tensors[save.tensor]) < self.min_elements:
-                continue
-            own = run_of[save.readers[0]]
-            ahead = layer[runs[len(runs) - n + i - 1][0]]
-            begins = [run[0] for run in backward if layer[run[0]] == ahead and run[0] <= own[0]]
-            begins = [op for op in begins if device[op] == device[own[0]]]
-            trip = Trip(runs[len(runs) - n + i][0], begins[-1] if begins else own[0], own[0])
-            trips[device[own[0]]].append((save, trip))
+            ahead, at = int(layer[runs[len(runs) - n + i - 1][0]]), int(device[own])
+            before = begins.get((at, ahead), ())
+            place = bisect_right(before, own)
+            trips[at].append((save, Trip(runs[len(runs) - n + i][0], before[place - 1] if place else own, own)))
         host = platform.host.name
         actions = [a for d, own in trips.items() for a in round_trips(trace, own, host, platform.home(d).name)]
         return Plan(trace, cascade(trace, platform, actions, host))
+
+    def _saves(
+        self, trace: Trace, passes: list[list[list[int]]]
+    ) -> tuple[list[_Saved], Mapping[tuple[int, int], Sequence[int]]]:
+        """What layers save that is large enough to leave; per device and layer where runs of backward ops begin."""
+        layer, device = op_layers(trace).tolist(), trace.op_columns.device.tolist()
+        backward = layer_runs(trace, backward_ops(trace).tolist())
+        begins: dict[tuple[int, int], list[int]] = {}
+        for run in backward:
+            begins.setdefault((device[run[0]], layer[run[0]]), []).append(run[0])
+        begin_of = {op: run[0] for run in backward for op in run}
+        position = {op: (runs, i) for runs in passes for i, run in enumerate(runs) for op in run}
+        active = activations(trace)
+        found = []
+        for save in saves_of(trace, weights=False, duplicates=False):
+            runs, i = position.get(save.at, ([], 0))
+            if i >= len(runs) - 1 or not active[save.tensor] or save.tensor in trace.outputs:
+                continue
+            if elements(trace.tensors[save.tensor]) >= self.min_elements:
+                found.append(_Saved(save, runs, i, begin_of[save.readers[0]]))
+        return found, begins
+
+
+class _Saved(NamedTuple):
+    """Something that a layer saves.
+
+    runs: the layers of its forward pass. place: that of its own among them.
+    own: the first op of the run of backward that reads it.
+    """
+
+    save: Save
+    runs: list[list[int]]
+    place: int
+    own: int
 
 
 def _layer_passes(trace: Trace) -> list[list[list[int]]]:
