@@ -324,8 +324,13 @@ class Evaluated:
             self._fastest = plan, run
 
     def run_of(self, plan: Plan) -> Run | None:
-        """The run of this very plan, None if it is not kept."""
-        return next((run for known, run in filter(None, (self._last, self._fastest)) if known is plan), None)
+        """The run of this plan, of which the notes alone may be others now; None if it is not kept."""
+        for known, run in filter(None, (self._last, self._fastest)):
+            if known is plan:
+                return run
+            if known.differs_in_notes(plan):
+                return replace(run, plan=plan)
+        return None
 
 
 def problem_for(

@@ -277,6 +277,12 @@ class Plan:
         options = [word for word in ("place", "online", "keep_dead") if getattr(self, word)]
         return f"<Plan for {self.trace!r}: {', '.join([*counts, *options])}>"
 
+    def differs_in_notes(self, other: Plan) -> bool:
+        """Whether a plan is a copy of this one with other notes, so that its runs are the same."""
+        same = self.trace is other.trace and self.actions is other.actions and self.online is other.online
+        same = same and self.keep_dead is other.keep_dead and self.unpressed is other.unpressed
+        return same and self.place == other.place
+
     def decides_as(self, other: Plan) -> bool:
         """Whether both do the same, as far as their offline parts tell."""
         same_trace = self.trace is other.trace or self.trace.content_hash == other.trace.content_hash

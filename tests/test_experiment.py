@@ -12,7 +12,7 @@ from sim.engine.replay import replay
 from sim.errors import IllegalPlan, PolicyError, PolicyFailed, ProfileError, TraceError, WorkloadError
 from sim.iterations import run_iteration
 from sim.log import STALLS, WHY
-from sim.plan import Drop, Online, Plan, Recompute, Run
+from sim.plan import Drop, Online, Plan, Recompute, Run, Unpressed, Wait
 from sim.policies import FAMILIES, family, policy_class
 from sim.policies.base import Policy
 from workloads import synthetic, transformer
@@ -304,23 +304,25 @@ def test_a_result_draws_itself(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluates(Policy):
-    """Replays three plans and returns one of them."""
+    """Replays three plans, one with an action without an effect, and returns one of them, with notes or without."""
 
     chosen: int = 0
+    notes: str = ""
 
     def plan(self, problem):
-        drops = [(), (Drop(problem.trace.writes(0)[0], after=1),), ()]
+        drops = [(), (Drop(problem.trace.writes(0)[0], after=1),), (Wait(problem.trace.writes(0)[0], after=0),)]
         plans = [Plan(problem.trace, actions) for actions in drops]
         for plan in plans:
             try:
                 problem.evaluate(plan)
             except IllegalPlan:
                 continue
-        return plans[self.chosen]
+        return replace(plans[self.chosen], notes={"says": self.notes}) if self.notes else plans[self.chosen]
 
 
 @pytest.mark.parametrize(("chosen", "replays"), [(0, 3), (2, 3)])
-def test_a_plan_that_its_policy_has_replayed_is_not_replayed_again(chosen, replays, monkeypatch):
+@pytest.mark.parametrize("notes", ["", "something"])
+def test_a_plan_that_its_policy_has_replayed_is_not_replayed_again(notes, chosen, replays, monkeypatch):
     runs = []
 
     def counted(*arguments, **options):
@@ -328,13 +330,32 @@ def test_a_plan_that_its_policy_has_replayed_is_not_replayed_again(chosen, repla
         return run_iteration(*arguments, **options)
 
     monkeypatch.setattr("sim.experiment.run_iteration", counted)
-    result = simulate(TRACE, PLATFORM, Evaluates(chosen=chosen))
+    result = simulate(TRACE, PLATFORM, Evaluates(chosen=chosen, notes=notes))
     assert len(runs) == replays
+    assert result.plan.notes == ({"says": notes} if notes else {})
     assert result.log == run_iteration(TRACE, result.plan, PLATFORM).log
     runs.clear()
-    again = simulate(TRACE, PLATFORM, Evaluates(chosen=chosen), iterations=2)
+    again = simulate(TRACE, PLATFORM, Evaluates(chosen=chosen, notes=notes), iterations=2)
     assert len(runs) == 2 * replays  # at the end of the first nothing would have to move back
     assert again.log == result.log
+    assert [run.plan.notes for run in again.warm_up] == [result.plan.notes]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"actions": (Wait("x", after=0),)},
+        {"place": {"x": "host"}},
+        {"keep_dead": True},
+        {"unpressed": Unpressed()},
+        {"online": Online},
+        {"trace": synthetic.uniform_chain(4)},
+    ],
+)
+def test_a_plan_with_more_than_other_notes_is_another(changes):
+    plan = Plan(TRACE, notes={"a": 1})
+    assert plan.differs_in_notes(replace(plan, notes={}))
+    assert not plan.differs_in_notes(replace(plan, **changes))
 
 
 @pytest.mark.parametrize("layout", [None, {"pp": 2, "micro_batches": 2}, {"dp": 2, "zero": 1}], ids=str)
