@@ -83,9 +83,8 @@ class Ancestors:
         self._bits = [0]  # not two at a time
         bits, level, inputs = [0] * len(self._level), self._level, self._inputs
         for place, op in enumerate(self._in_order[first : self._start[until + 1]]):
-            found = (
-                1 << place if first + place < end else 0
-            )  # an op counts as its own ancestor: nobody asks at its level
+            # an op counts as its own ancestor, since nobody asks for its own level
+            found = 1 << place if first + place < end else 0
             for each in inputs[op]:
                 if level[each] >= levels[0]:
                     found |= bits[each]
