@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from itertools import combinations, cycle
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,13 @@ MOST_SCHEDULES = 64
 """How many schedules are kept for further drafts that recompute the same."""
 AT_PEAK = 24
 """How many other ways are tried for what is resident at a peak, those of the largest results."""
+
+
+class Scheduled(NamedTuple):
+    """A schedule, and per device its steps."""
+
+    schedule: Schedule
+    frames: Sequence[Frame]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +125,8 @@ class Drafts:
         self._ns = [problem.cost.op_ns(op) for op in range(len(problem.trace.ops))]
         self._doubt: dict[int, float] = {}  # of the last program, how far from whole each choice was
         self._last = _by_last(self.results)
-        self._given: Schedule | None = None  # what is recomputed where, if that is not chosen
-        self._frames: dict[Schedule, list[Frame]] = {}
-        self._settled: dict[tuple[int, ...], tuple[list[int], Schedule]] = {}  # of the choices that are recomputed
+        self._given: Scheduled | None = None  # what is recomputed where, if that is not chosen
+        self._settled: dict[tuple[int, ...], tuple[list[int], Scheduled]] = {}  # of the choices that are recomputed
 
     def without_copies(self) -> Drafts:
         """The same, and as much learnt, where nothing may be offloaded."""
@@ -136,7 +142,7 @@ class Drafts:
             if s.op not in again and not (s.forward_only and read.isdisjoint(s.tensors))
         ]
         other = self._among(stays)
-        other._given = schedule_of(self.index, reruns)
+        other._given = self._framed(schedule_of(self.index, reruns))
         return other
 
     def with_later(self) -> Drafts:
@@ -158,15 +164,14 @@ class Drafts:
     def draft(self, choice: Sequence[int]) -> Draft:
         """A choice, scheduled and timed."""
         results = self.results
-        settled, schedule = self._scheduled(choice)
-        frames = self._framed(schedule)
+        settled, (schedule, frames) = self._scheduled(choice)
         steps = [steps_of(results, settled, frames[device], device) for device in self.devices]
         for each in steps if self._others else ():
             each.held[:] += [self._others[where] for where in wheres(schedule, each)]
         lines = [self._line(each, self.capacity[device]) for device, each in enumerate(steps)]
         return Draft(settled, schedule, steps, lines)
 
-    def _scheduled(self, choice: Sequence[int]) -> tuple[Sequence[int], Schedule]:
+    def _scheduled(self, choice: Sequence[int]) -> tuple[Sequence[int], Scheduled]:
         """The choice with all that its recomputation takes, and its schedule: the same whatever else is offloaded."""
         if self._given is not None:
             return choice, self._given
@@ -176,20 +181,16 @@ class Drafts:
                 self._settled.pop(next(iter(self._settled)))
             settled, reruns = self.results.settled(choice)
             again = [i for i, way in enumerate(settled) if way == RECOMPUTE]
-            self._settled[chosen] = again, schedule_of(self.results.index, reruns)
-        again, schedule = self._settled[chosen]
+            self._settled[chosen] = again, self._framed(schedule_of(self.results.index, reruns))
+        again, scheduled = self._settled[chosen]
         settled = list(choice)
         for i in again:
             settled[i] = RECOMPUTE
-        return settled, schedule
+        return settled, scheduled
 
-    def _framed(self, schedule: Schedule) -> list[Frame]:
-        """Per device the steps of a schedule, whatever is offloaded."""
-        if schedule not in self._frames:
-            while len(self._frames) >= MOST_SCHEDULES:
-                self._frames.pop(next(iter(self._frames)))
-            self._frames[schedule] = [frame_of(schedule, self._ns, device) for device in self.devices]
-        return self._frames[schedule]
+    def _framed(self, schedule: Schedule) -> Scheduled:
+        """A schedule with its steps per device, whatever is offloaded."""
+        return Scheduled(schedule, [frame_of(schedule, self._ns, device) for device in self.devices])
 
     def _line(self, steps: Steps, capacity: int) -> Timeline:
         """The faster way to copy out, at the last read or earlier, where the device waits for copies."""
